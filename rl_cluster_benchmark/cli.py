@@ -1,0 +1,235 @@
+"""The `rlcb` command. Each subcommand reads its arguments and calls one function of the package.
+
+Nothing heavy is imported until a subcommand needs it: `rlcb --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rl_cluster_benchmark import __version__
+
+if TYPE_CHECKING:
+    from rl_cluster_benchmark.config import Config
+
+DESCRIPTION = "Train, evaluate and compare PPO, A2C, A3C and IMPALA on Procgen, on CPUs."
+EXAMPLES = """\
+examples:
+  rlcb train --env coinrun --total-timesteps 1000000 --output-dir runs/coinrun
+  rlcb train --resume --output-dir runs/coinrun
+  rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
+  rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
+  rlcb doctor
+"""
+
+# flag -> (config key, placeholder, help)
+FLAGS: dict[str, tuple[str, str, str]] = {
+    "--env": ("env.name", "GAME", "a Procgen game: coinrun, starpilot, ... (or CartPole-v1, Catch-v0)"),
+    "--seed": ("env.seed", "N", "seed of everything random in the run"),
+    "--total-timesteps": ("training.total_timesteps", "N", "stop after this many environment steps"),
+    "--duration": ("training.duration_hours", "HOURS", "stop after this many hours, if that comes first"),
+    "--num-envs": ("env.num_envs", "N", "environments stepped together (sequential mode)"),
+    "--batch-size": ("training.batch_size", "N", "samples in a minibatch"),
+    "--learning-rate": ("training.learning_rate", "RATE", "step size of the optimiser"),
+    "--num-threads": ("hardware.num_threads", "N", "threads to use; default: one per physical core"),
+    "--num-workers": ("parallel.num_workers", "N", "worker processes (parallel mode), machines (distributed mode)"),
+    "--num-envs-per-worker": ("parallel.num_envs_per_worker", "N", "environments of each worker (parallel mode)"),
+    "--device": ("hardware.device", "DEVICE", "cpu, or cuda where torch has it"),
+    "--output-dir": ("output_dir", "DIR", "directory for everything the run writes"),
+    "--checkpoint-dir": ("logging.checkpoint_dir", "DIR", "where checkpoints go without --output-dir"),
+    "--log-dir": ("logging.log_dir", "DIR", "where logs go without --output-dir"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except TrainingFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output went away: `rlcb config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("rlcb", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=formatter)
+    parser.add_argument("--version", action="version", version=f"rlcb {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", help="train an agent", description="Train an agent.", allow_abbrev=False)
+    add_config_arguments(train)
+    group = train.add_mutually_exclusive_group()
+    group.add_argument("--resume", action="store_true", help="go on with the run in the output directory")
+    group.add_argument("--overwrite", action="store_true", help="replace the run in the output directory")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="play episodes with a trained agent",
+        description="Play whole episodes with a trained agent. Algorithm, network and game come from the checkpoint.",
+        allow_abbrev=False,
+    )
+    add_evaluation_arguments(evaluate)
+    evaluate.set_defaults(run=_evaluate)
+
+    plot = commands.add_parser("plot", help="draw the curves of a run", description="Draw the curves of a run as PNG.")
+    plot.add_argument("--log-file", required=True, metavar="FILE", help="a run's metrics.jsonl")
+    plot.add_argument("--output", metavar="PNG", help="default: metrics.png beside the log file")
+    plot.set_defaults(run=_plot)
+
+    doctor = commands.add_parser("doctor", help="check that everything needed is there", description="Check the machine.")
+    doctor.set_defaults(run=_doctor)
+
+    config = commands.add_parser(
+        "config",
+        help="print the complete config of a command line",
+        description="Print the complete config that `rlcb train` with the same arguments would run with.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(config)
+    config.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
+    config.add_argument("--presets", action="store_true", help="list the presets for --config instead")
+    config.set_defaults(run=_config)
+
+    quickstart = commands.add_parser(
+        "quickstart",
+        help="train for a minute, evaluate, plot: a first look",
+        description="Train PPO on CoinRun for about a minute, evaluate it on levels seen and unseen, draw the curve.",
+    )
+    quickstart.add_argument("--output-dir", default="runs/quickstart", metavar="DIR", help="default: runs/quickstart")
+    quickstart.add_argument("--duration", type=float, default=1 / 60, metavar="HOURS", help="default: a minute")
+    quickstart.set_defaults(run=_quickstart)
+    return parser
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--algorithm", metavar="NAME", help="ppo (default), a2c, a3c or impala")
+    parser.add_argument("--mode", metavar="MODE", help="sequential (default), parallel or distributed")
+    parser.add_argument(
+        "--config", metavar="FILE", help="a YAML file or a preset's name; default: the preset <algorithm>_<mode>"
+    )
+    for flag, (key, placeholder, text) in FLAGS.items():
+        parser.add_argument(flag, metavar=placeholder, help=f"{text} [{key}]")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other key: --set training.gamma=0.99"
+    )
+
+
+def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", metavar="FILE", help="default: the newest one under ., runs and benchmarks")
+    parser.add_argument("--algorithm", metavar="NAME", help="only to check that the checkpoint is of this algorithm")
+    parser.add_argument("--env", metavar="GAME", help="another game than the agent was trained on")
+    parser.add_argument("--num-episodes", type=int, default=100, metavar="N", help="default: 100")
+    parser.add_argument("--deterministic", action="store_true", help="take the likeliest action instead of sampling")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of levels and actions; default: 0")
+    parser.add_argument(
+        "--levels", choices=("train", "test", "all"), default="train",
+        help="levels of training (default), levels never trained on, or all levels (the published test)",
+    )  # fmt: skip
+    parser.add_argument("--num-threads", type=int, metavar="N", help="threads to use; default: one per physical core")
+    parser.add_argument("--json", metavar="FILE", help="write the results to a file")
+    parser.add_argument("--video", metavar="FILE", help="record episodes side by side: .gif or .mp4")
+    parser.add_argument("--render", action="store_true", help="watch in a window (needs a display)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config: --set env.num_levels=500"
+    )
+
+
+def config_from(args: argparse.Namespace) -> Config:
+    """Defaults < YAML < command line. A run that is resumed starts from its own config.yaml."""
+    from rl_cluster_benchmark import config as configs
+    from rl_cluster_benchmark.run.directory import RunDirectory
+
+    overrides: dict[str, object] = {}
+    for name in ("algorithm", "mode"):
+        if getattr(args, name) is not None:
+            overrides[name] = getattr(args, name)
+    for flag, (key, _, _) in FLAGS.items():
+        text = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if text is not None:
+            key = "cluster.num_workers" if flag == "--num-workers" and args.mode == "distributed" else key
+            overrides[key] = text
+    overrides |= dict(configs.parse_assignment(text) for text in args.set)
+    path = args.config
+    if path is None:
+        preset = f"{args.algorithm or 'ppo'}_{args.mode or 'sequential'}"
+        path = preset if preset in configs.presets() else None
+    config = configs.load(path, overrides)
+    if getattr(args, "resume", False) and args.config is None:
+        own = RunDirectory.of(config).config
+        if own.is_file():
+            return configs.load(own, overrides)
+    return config
+
+
+def _train(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.training import train
+
+    return train(config_from(args), resume=args.resume, overwrite=args.overwrite)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.config import parse_assignment
+    from rl_cluster_benchmark.evaluate import evaluate_checkpoint
+
+    overrides = dict(parse_assignment(text) for text in args.set)
+    if args.env is not None:
+        overrides["env.name"] = args.env
+    return evaluate_checkpoint(
+        args.checkpoint,
+        overrides=overrides,
+        algorithm=args.algorithm,
+        num_episodes=args.num_episodes,
+        deterministic=args.deterministic,
+        seed=args.seed,
+        levels=args.levels,
+        num_threads=args.num_threads,
+        json_file=args.json,
+        video=args.video,
+        render=args.render,
+    )
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.analysis.plots import plot_metrics
+
+    print(f"Saved {plot_metrics(args.log_file, args.output)}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.doctor import doctor
+
+    return doctor()
+
+
+def _config(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark import config as configs
+
+    if args.markdown:
+        print(configs.reference_markdown(), end="")
+    elif args.presets:
+        print("\n".join(configs.presets()))
+    else:
+        print(configs.to_yaml(config_from(args)), end="")
+    return 0
+
+
+def _quickstart(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.quickstart import quickstart
+
+    return quickstart(args.output_dir, args.duration)

@@ -1,0 +1,201 @@
+"""What this machine has, what this process may use of it, and how a run should use that.
+
+Detection reads Linux's own files and needs neither numpy nor torch, so that `prepare_process` can set the thread
+counts before those libraries start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_cluster_benchmark.config import Config
+
+if TYPE_CHECKING:
+    import torch
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+SAMPLES_PER_THREAD = 64  # of a backward pass: their activations stay in one core's cache
+
+
+@dataclass(frozen=True)
+class Machine:
+    cpu_model: str
+    flags: frozenset[str]
+    logical_cores: int  # of the machine
+    allowed_cores: int  # logical cores that affinity lets this process use
+    cpu_quota: float | None  # cores' worth of time that the cgroup allows
+    usable_cores: int  # physical cores that this process may keep busy
+    memory_bytes: int
+    shm_bytes: int
+
+    @property
+    def fast_bfloat16(self) -> str | None:
+        """The instruction set that multiplies bfloat16 faster than float32, if there is one."""
+        names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
+        return next((name for flag, name in names.items() if flag in self.flags), None)
+
+
+@cache
+def detect() -> Machine:
+    allowed = sorted(os.sched_getaffinity(0))
+    quota = _cgroup_cpu_quota()
+    physical = len({_siblings(cpu) for cpu in allowed})
+    usable = physical if quota is None else max(1, min(physical, math.floor(quota)))
+    model, flags = _cpu_info()
+    return Machine(
+        cpu_model=model,
+        flags=flags,
+        logical_cores=os.cpu_count() or len(allowed),
+        allowed_cores=len(allowed),
+        cpu_quota=quota,
+        usable_cores=usable,
+        memory_bytes=_memory_limit(),
+        shm_bytes=_free_bytes("/dev/shm"),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How this run uses the machine: what was asked for, with every `auto` decided."""
+
+    machine: Machine
+    num_threads: int
+    precision: str
+    precision_reason: str
+    micro_batch: int
+
+    def lines(self, config: Config) -> list[str]:
+        machine = self.machine
+        cores = f"{machine.usable_cores} of {machine.logical_cores} logical cores usable"
+        if machine.cpu_quota is not None:
+            cores += f", cgroup quota {machine.cpu_quota:g}"
+        lines = [
+            f"CPU: {machine.cpu_model} ({cores})",
+            f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "
+            f"Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}",
+        ]
+        if self.num_threads > machine.allowed_cores:
+            lines.append(
+                f"Warning: {self.num_threads} threads on {machine.allowed_cores} cores get in each other's way; "
+                f"--num-threads {machine.usable_cores} would be faster."
+            )
+        return lines
+
+
+def plan(config: Config) -> Plan:
+    machine = detect()
+    threads = config.hardware.num_threads or machine.usable_cores
+    precision, reason = config.hardware.precision, "set"
+    if precision == "auto":
+        if config.env.game is None:
+            precision, reason = "float32", "small vectors"
+        elif config.hardware.device != "cpu":
+            precision, reason = "float32", "auto is float32 on cuda"
+        elif machine.fast_bfloat16:
+            precision, reason = "bfloat16", f"the CPU has {machine.fast_bfloat16}"
+        else:
+            precision, reason = "float32", "no AMX or AVX512-BF16"
+    per_pass = SAMPLES_PER_THREAD * threads if config.env.game and config.hardware.device == "cpu" else config.batch_size
+    return Plan(machine, threads, precision, reason, min(config.hardware.micro_batch or per_pass, config.batch_size))
+
+
+def prepare_process(num_threads: int) -> None:
+    """Set the threads of every numeric library together, and keep freed memory for the next tensor.
+
+    Call it before numpy and torch are imported: OpenBLAS, MKL and OpenMP read their variables once, at start.
+    """
+    for variable in THREAD_VARIABLES:
+        os.environ[variable] = str(num_threads)
+    _keep_freed_memory()
+    import torch
+
+    torch.set_num_threads(num_threads)
+    if torch.get_num_interop_threads() != 1:
+        torch.set_num_interop_threads(1)
+
+
+def dtype(precision: str) -> torch.dtype:
+    import torch
+
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def _keep_freed_memory() -> None:
+    """By default glibc maps every large tensor anew and unmaps it when freed: a fifth of a training pass."""
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+    except (OSError, AttributeError):
+        pass  # not glibc: slower, not wrong
+
+
+def _siblings(cpu: int) -> str:
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    return _read(topology / "thread_siblings_list") or str(cpu)
+
+
+def _cpu_info() -> tuple[str, frozenset[str]]:
+    fields: dict[str, str] = {}
+    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    return fields.get("model name") or platform.processor() or platform.machine(), frozenset(
+        fields.get("flags", "").split()
+    )
+
+
+def _cgroup_dirs(controller: str) -> list[Path]:
+    """This process's cgroup and its ancestors, of version 2 or of a version 1 controller."""
+    dirs: list[Path] = []
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        root = Path("/sys/fs/cgroup") if not controllers else Path("/sys/fs/cgroup", controller)
+        if not controllers or controller in controllers.split(","):
+            here = root / path.lstrip("/")
+            dirs += [d for d in (here, *here.parents) if d == root or root in d.parents]
+    return dirs
+
+
+def _cgroup_cpu_quota() -> float | None:
+    quotas = []
+    for directory in _cgroup_dirs("cpu"):
+        if (text := _read(directory / "cpu.max")) and not text.startswith("max"):
+            quota, period = map(int, text.split())
+            quotas.append(quota / period)
+        quota_v1, period_v1 = _read(directory / "cpu.cfs_quota_us"), _read(directory / "cpu.cfs_period_us")
+        if quota_v1 and period_v1 and int(quota_v1) > 0:
+            quotas.append(int(quota_v1) / int(period_v1))
+    return min(quotas, default=None)
+
+
+def _memory_limit() -> int:
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for directory in _cgroup_dirs("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (text := _read(directory / name)) and text.isdigit():
+                limits.append(int(text))
+    return min(limits)
+
+
+def _free_bytes(path: str) -> int:
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return 0
+    return stat.f_bavail * stat.f_frsize
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,182 @@
+"""The networks: observations as the environment gives them -> action logits and a state value, both float32.
+
+Images stay uint8 [B, H, W, C] until the network scales them. Permuted, that batch *is* a channels-last tensor, so no
+byte is moved on the way in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.errors import UserError
+
+
+class ActorCritic(nn.Module):
+    """A trunk, and on its features a linear policy head and a linear value head.
+
+    The trunk may compute in bfloat16; the heads, and everything after them, are float32.
+    """
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        feature_size: int,
+        num_actions: int,
+        *,
+        precision: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.channels_last,
+    ) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.policy_head = _orthogonal(nn.Linear(feature_size, num_actions), gain=0.01)
+        self.value_head = _orthogonal(nn.Linear(feature_size, 1), gain=1.0)
+        self.precision = precision
+        self.memory_format = memory_format
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        features = self._features(observations)
+        return self.policy_head(features), self.value_head(features).squeeze(-1)
+
+    def _features(self, observations: Tensor) -> Tensor:
+        if observations.dtype == torch.uint8:
+            observations = observations.permute(0, 3, 1, 2).to(self.precision).div_(255)
+            observations = observations.contiguous(memory_format=self.memory_format)
+        if self.precision == torch.float32:
+            return self.trunk(observations)
+        with torch.autocast(observations.device.type, dtype=self.precision):
+            features: Tensor = self.trunk(observations)
+        return features.float()
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv0 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv0(F.relu(x))
+        out = self.conv1(F.relu_(out))
+        return out.add_(x)
+
+
+class ConvStage(nn.Module):
+    """Convolution, max-pooling that halves the image, two residual blocks."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.block0 = ResidualBlock(out_channels)
+        self.block1 = ResidualBlock(out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.conv(x), kernel_size=3, stride=2, padding=1)
+        return self.block1(self.block0(x))
+
+
+class ImpalaCNN(nn.Module):
+    """The residual network of the IMPALA paper, the standard one on Procgen."""
+
+    def __init__(self, image_shape: Sequence[int], channels: Sequence[int], hidden_size: int) -> None:
+        super().__init__()
+        height, width, in_channels = image_shape
+        stages = []
+        for out_channels in channels:
+            stages.append(ConvStage(in_channels, out_channels))
+            in_channels, height, width = out_channels, math.ceil(height / 2), math.ceil(width / 2)
+        self.stages = nn.Sequential(*stages)
+        self.hidden = nn.Linear(in_channels * height * width, hidden_size)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d | nn.Linear):  # as in the published Procgen results
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu_(self.stages(x))
+        return F.relu_(self.hidden(flatten_images(x)))
+
+
+class NatureCNN(nn.Module):
+    """The network of the DQN paper in Nature: three plain convolutions."""
+
+    def __init__(self, image_shape: Sequence[int], hidden_size: int) -> None:
+        super().__init__()
+        height, width, channels = image_shape
+        convs = []
+        for out_channels, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+            if height < 1 or width < 1:
+                raise UserError("model.architecture = nature needs images of at least 36 x 36; use impala or mlp.")
+            convs += [_orthogonal(nn.Conv2d(channels, out_channels, kernel, stride)), nn.ReLU(inplace=True)]
+            channels = out_channels
+        self.convs = nn.Sequential(*convs)
+        self.hidden = _orthogonal(nn.Linear(channels * height * width, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu_(self.hidden(flatten_images(self.convs(x))))
+
+
+class MLP(nn.Module):
+    def __init__(self, input_size: int, sizes: Sequence[int]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for size in sizes:
+            layers += [_orthogonal(nn.Linear(input_size, size)), nn.Tanh()]
+            input_size = size
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.flatten(1))
+
+
+def flatten_images(x: Tensor) -> Tensor:
+    """[B, C, H, W] -> [B, H * W * C]: a view when x is channels-last; the same features in either memory format."""
+    return x.permute(0, 2, 3, 1).flatten(1)
+
+
+def make_model(
+    config: ModelConfig,
+    observation_shape: Sequence[int],
+    num_actions: int,
+    hardware: HardwareConfig,
+    precision: torch.dtype,
+) -> ActorCritic:
+    is_image = len(observation_shape) == 3
+    architecture = config.architecture
+    if architecture == "auto":
+        architecture = "impala" if is_image else "mlp"
+    if architecture != "mlp" and not is_image:
+        raise UserError(
+            f"model.architecture = {architecture} needs images, but observations have shape {tuple(observation_shape)}; "
+            "use mlp or auto."
+        )
+    trunk: nn.Module
+    if architecture == "impala":
+        trunk, features = ImpalaCNN(observation_shape, config.channels, config.hidden_size), config.hidden_size
+    elif architecture == "nature":
+        trunk, features = NatureCNN(observation_shape, config.hidden_size), config.hidden_size
+    else:
+        trunk, features = MLP(math.prod(observation_shape), config.mlp_sizes), config.mlp_sizes[-1]
+    memory_format = getattr(torch, hardware.memory_format + ("_format" if hardware.memory_format == "contiguous" else ""))
+    # Vectors are too small for bfloat16 to pay.
+    model = ActorCritic(
+        trunk,
+        features,
+        num_actions,
+        precision=precision if is_image else torch.float32,
+        memory_format=memory_format,
+    )
+    return model.to(device=hardware.device, memory_format=memory_format)
+
+
+def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Linear | nn.Conv2d:
+    nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer

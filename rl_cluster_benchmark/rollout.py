@@ -1,0 +1,136 @@
+"""Experience: a preallocated rollout, and the collector that fills it by stepping environments with a policy.
+
+Slot t of an environment holds the observation, the action taken on it, and what the step gave. After an episode's
+last slot comes one slot with the episode's true last frame, whose action EnvPool ignores: it is no experience
+(`valid` is False), but its value is the bootstrap of a truncated episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_cluster_benchmark.envs import VectorEnv
+from rl_cluster_benchmark.models import ActorCritic
+from rl_cluster_benchmark.seeding import stream
+from rl_cluster_benchmark.timing import PhaseClock
+
+
+class Episode(NamedTuple):
+    reward: float  # raw
+    length: int
+
+
+@dataclass
+class Rollout:
+    observations: Tensor  # [T, N, *observation_shape] as the environment gave them
+    actions: Tensor  # [T, N] int64
+    log_probs: Tensor  # [T, N] of the actions, when they were taken
+    values: Tensor  # [T, N] of the observations, when the actions were taken
+    rewards: Tensor  # [T, N] raw
+    terminated: Tensor  # [T, N] bool
+    truncated: Tensor  # [T, N] bool
+    valid: Tensor  # [T, N] bool
+    last_values: Tensor  # [N] of the observations after the last slot
+    episodes: list[Episode] = field(default_factory=list)  # that ended in this rollout
+
+    @classmethod
+    def allocate(cls, n_steps: int, env: VectorEnv) -> Rollout:
+        shape = (n_steps, env.num_envs)
+        observation_dtype = torch.from_numpy(np.empty(0, env.observation_dtype)).dtype
+        return cls(
+            observations=torch.zeros(*shape, *env.observation_shape, dtype=observation_dtype),
+            actions=torch.zeros(shape, dtype=torch.int64),
+            log_probs=torch.zeros(shape),
+            values=torch.zeros(shape),
+            rewards=torch.zeros(shape),
+            terminated=torch.zeros(shape, dtype=torch.bool),
+            truncated=torch.zeros(shape, dtype=torch.bool),
+            valid=torch.zeros(shape, dtype=torch.bool),
+            last_values=torch.zeros(env.num_envs),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Environment steps in it, resets not counted."""
+        return int(self.valid.sum())
+
+
+class Collector:
+    """Steps its environments with the model and keeps the open episodes between rollouts."""
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        model: ActorCritic,
+        *,
+        n_steps: int,
+        env_ids: Sequence[int],
+        seed: int,
+        device: str,
+        clock: PhaseClock,
+    ) -> None:
+        self.env, self.model = env, model
+        self.n_steps, self.env_ids, self.seed, self.device, self.clock = n_steps, env_ids, seed, device, clock
+        self.rollout = Rollout.allocate(n_steps, env)
+        self.observations = env.reset()
+        self.just_ended = np.zeros(env.num_envs, dtype=np.bool_)
+        self.episode_rewards = np.zeros(env.num_envs)
+        self.episode_lengths = np.zeros(env.num_envs, dtype=np.int64)
+
+    @torch.inference_mode()
+    def collect(self, index: int, should_stop: Callable[[], bool]) -> Rollout | None:
+        """Rollout number `index` of the run; None when asked to stop in the middle (what was collected is dropped)."""
+        rollout = self.rollout
+        rollout.episodes = []
+        noise = self._noise(index)
+        for t in range(self.n_steps):
+            if should_stop():
+                return None
+            with self.clock.phase("inference"):
+                rollout.observations[t] = torch.from_numpy(self.observations)
+                logits, values = self.model(rollout.observations[t].to(self.device))
+                actions = sample(logits, noise[t].to(self.device))
+                log_probs = logits.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+                rollout.actions[t], rollout.log_probs[t], rollout.values[t] = actions, log_probs, values
+            with self.clock.phase("env"):
+                step = self.env.step(rollout.actions[t].numpy().astype(np.int32))
+            rollout.rewards[t] = torch.from_numpy(step.rewards)
+            rollout.terminated[t] = torch.from_numpy(step.terminated)
+            rollout.truncated[t] = torch.from_numpy(step.truncated)
+            rollout.valid[t] = torch.from_numpy(~self.just_ended)
+            self.observations = step.observations
+            self._count(step.rewards, step.terminated | step.truncated)
+        with self.clock.phase("inference"):
+            _, last_values = self.model(torch.from_numpy(self.observations).to(self.device))
+            rollout.last_values.copy_(last_values)
+        return rollout
+
+    def _noise(self, index: int) -> Tensor:
+        """Gumbel noise [T, N, A], drawn per environment so that the split over workers does not change it."""
+        shape = (self.n_steps, self.env.num_actions)
+        draws = [
+            stream(self.seed, "action", index, env_id).standard_exponential(shape, dtype=np.float32)
+            for env_id in self.env_ids
+        ]
+        return torch.from_numpy(np.stack(draws, axis=1)).clamp_(min=1e-30).log_().neg_()
+
+    def _count(self, rewards: NDArray[np.float32], ended: NDArray[np.bool_]) -> None:
+        playing = ~self.just_ended
+        self.episode_rewards += rewards * playing
+        self.episode_lengths += playing
+        for i in np.flatnonzero(ended):
+            self.rollout.episodes.append(Episode(float(self.episode_rewards[i]), int(self.episode_lengths[i])))
+            self.episode_rewards[i], self.episode_lengths[i] = 0.0, 0
+        self.just_ended = ended
+
+
+def sample(logits: Tensor, gumbel_noise: Tensor) -> Tensor:
+    """Actions [N] distributed as softmax(logits): the Gumbel-max trick."""
+    return (logits + gumbel_noise).argmax(-1)

@@ -1,0 +1,1 @@
+"""What every run has, whatever it trains: a directory, checkpoints, metrics, progress, an end."""

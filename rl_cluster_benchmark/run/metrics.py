@@ -1,0 +1,79 @@
+"""The time series of a run: a line of JSON and a TensorBoard point per log interval, both over environment steps."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run.files import cannot_write, write_atomically, write_json
+
+KEYS = ("step", "time", "update")  # of each line; all others are scalars named as in CleanRL
+
+
+class MetricsWriter:
+    def __init__(self, path: Path, *, tensorboard: bool, first_step: int) -> None:
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed in close())
+        self._tensorboard: Any = None
+        if tensorboard:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from torch.utils.tensorboard import SummaryWriter
+            # TensorBoard drops what an interrupted run wrote after the checkpoint that this one starts from.
+            purge = first_step + 1 if first_step else None
+            self._tensorboard = SummaryWriter(str(path.parent), purge_step=purge)
+
+    def write(self, line: dict[str, float]) -> None:
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+            if self._tensorboard is not None:
+                for name, value in line.items():
+                    if name not in KEYS:
+                        self._tensorboard.add_scalar(name, value, global_step=line["step"])
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
+
+    def flush(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def read_lines(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl; one cut short by a crash is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+    lines = []
+    for line in text.splitlines():
+        try:
+            parsed = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(parsed, dict) and all(key in parsed for key in KEYS):
+            lines.append(parsed)
+    return lines
+
+
+def cut_after(path: Path, update: int) -> None:
+    """Drop the lines of updates that are about to be made again."""
+    if path.exists():
+        kept = [json.dumps(line) + "\n" for line in read_lines(path) if line["update"] <= update]
+        write_atomically(path, "".join(kept).encode())
+
+
+def write_columns(path: Path, lines: Iterable[dict[str, float]]) -> None:
+    """metrics.json: one list per metric, all of the same length."""
+    rows = list(lines)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    write_json(path, {name: [row.get(name) for row in rows] for name in names})

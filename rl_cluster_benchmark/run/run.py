@@ -1,0 +1,225 @@
+"""A run: its counters, and everything that is written while it goes on.
+
+An execution drives it:
+
+    with Run(config, plan, directory, checkpoint) as run:
+        run.start(state_of_the_learner)
+        while not run.is_over():
+            ...
+            run.record(steps, episodes, losses)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from rl_cluster_benchmark import config as configs
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.run import checkpoint, metrics, summary
+from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.run.episodes import EpisodeStatistics
+from rl_cluster_benchmark.run.files import write_atomically
+from rl_cluster_benchmark.run.progress import Progress, Status
+from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.timing import PhaseClock
+
+SECONDS_BETWEEN_MEMORY_READINGS = 5.0
+FINAL_FPS_UPDATES = 10
+
+
+class Run:
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        directory: RunDirectory,
+        signals: Signals,
+        resumed_from: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
+        self.resumed_from = resumed_from
+        self.clock = PhaseClock()
+        self.episodes = EpisodeStatistics()
+        self.steps = self.updates = 0
+        self.peak_memory = 0
+        self._elapsed_before = self._cpu_before = 0.0
+        if resumed_from is not None:
+            self._restore(resumed_from["progress"])
+        write_atomically(directory.config, configs.to_yaml(config).encode())
+        metrics.cut_after(directory.metrics_log, self.updates)
+        self._metrics = metrics.MetricsWriter(
+            directory.metrics_log, tensorboard=config.logging.tensorboard, first_step=self.steps
+        )
+        self._progress: Progress | None = None
+        self._started = self._cpu_started = self._last_memory = 0.0
+        self._learner_state: Callable[[], dict[str, Any]] | None = None
+
+    # The course of a run
+
+    def start(self, learner_state: Callable[[], dict[str, Any]]) -> None:
+        """From here on time counts. `learner_state` gives what a checkpoint needs of the model and the algorithm."""
+        self._learner_state = learner_state
+        self._progress = Progress()
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
+        self._last_checkpoint = self._started
+        self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
+        self._last_log = (self.elapsed, self.steps)
+        self._read_memory()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training, those before a resume included."""
+        return self._elapsed_before + (time.perf_counter() - self._started if self._started else 0.0)
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self._cpu_before + (time.process_time() - self._cpu_started if self._started else 0.0)
+
+    @property
+    def fraction(self) -> float:
+        """How much of the run is done, by steps or by time, whichever will end it first."""
+        training = self.config.training
+        by_time = self.elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
+        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+
+    def should_stop(self) -> bool:
+        """Asked in the middle of a rollout or an update: is it to end now? Time alone never prevents a first update."""
+        return self.signals.received is not None or (self.updates > 0 and self._time_is_up())
+
+    def is_over(self) -> bool:
+        return self.should_stop() or self.steps >= self.config.training.total_timesteps
+
+    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+        """One update is done: count, log, show, save."""
+        self.updates += 1
+        self.steps += steps
+        self.episodes.add(episodes)
+        self._recent.append((self.elapsed, self.steps))
+        if time.perf_counter() - self._last_memory > SECONDS_BETWEEN_MEMORY_READINGS:
+            self._read_memory()
+        if self.updates % self.config.training.log_interval == 0:
+            self._log(losses)
+        due = time.perf_counter() - self._last_checkpoint > 60 * self.config.logging.checkpoint_minutes
+        if due or self.updates % self.config.training.save_interval == 0:
+            self._save(self.directory.step_checkpoint(self.steps))
+            checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
+
+    # What is written
+
+    def _log(self, losses: dict[str, float]) -> None:
+        last_time, last_steps = self._last_log
+        now = self.elapsed
+        fps = (self.steps - last_steps) / max(1e-9, now - last_time)
+        self._last_log = (now, self.steps)
+        line: dict[str, float] = {"step": self.steps, "time": round(now, 3), "update": self.updates, "charts/SPS": fps}
+        line["charts/learning_rate"] = losses["learning_rate"]
+        line["charts/episodes"] = self.episodes.count
+        if self.episodes.mean_reward is not None and self.episodes.mean_length is not None:
+            line["charts/episodic_return"] = self.episodes.mean_reward
+            line["charts/episodic_length"] = self.episodes.mean_length
+        line |= {f"losses/{name}": value for name, value in losses.items() if name != "learning_rate"}
+        line |= {f"time/{name}": share for name, share in self.clock.shares(now).items()}
+        line["system/memory_gb"] = self._memory / 1e9
+        line["system/cpu_utilization"] = self.cpu_seconds / now / self.plan.machine.usable_cores
+        self._metrics.write(line)
+        assert self._progress is not None
+        left = now / self.fraction * (1 - self.fraction) if self.fraction > 0 else None
+        self._progress.show(
+            Status(
+                fraction=self.fraction,
+                elapsed=now,
+                seconds_left=left,
+                step=self.steps,
+                update=self.updates,
+                fps=fps,
+                loss=losses["policy_loss"] + losses["value_loss"],
+                entropy=losses["entropy"],
+                mean_reward=self.episodes.mean_reward,
+                mean_length=self.episodes.mean_length,
+            )
+        )
+
+    def _save(self, path: Any) -> None:
+        assert self._learner_state is not None
+        checkpoint.save(path, self._learner_state() | {"config": configs.to_dict(self.config), "progress": self._state()})
+        self._metrics.flush()
+        self._last_checkpoint = time.perf_counter()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "updates": self.updates,
+            "elapsed": self.elapsed,
+            "cpu_seconds": self.cpu_seconds,
+            "phase_seconds": dict(self.clock.seconds),
+            "peak_memory": self.peak_memory,
+            "episodes": self.episodes.state_dict(),
+            # Every random stream is named by the seed and the number of the update (see seeding.py).
+            "random_state": {"seed": self.config.env.seed, "next_update": self.updates},
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.steps, self.updates, self.peak_memory = state["steps"], state["updates"], state["peak_memory"]
+        self._elapsed_before, self._cpu_before = state["elapsed"], state["cpu_seconds"]
+        self.clock.seconds |= state["phase_seconds"]
+        self.episodes.load_state_dict(state["episodes"])
+
+    def _read_memory(self) -> None:
+        """Proportional set size: memory shared with other processes is counted once over all of them."""
+        self._memory = psutil.Process().memory_full_info().pss
+        self.peak_memory = max(self.peak_memory, self._memory)
+        self._last_memory = time.perf_counter()
+
+    def _time_is_up(self) -> bool:
+        hours = self.config.training.duration_hours
+        return hours is not None and self.elapsed >= hours * 3600
+
+    # The end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if self._progress is not None:
+                self._progress.close()
+            if error is None:
+                self._end()
+            elif isinstance(error, TrainingFailedError):
+                self._summarise("failed", str(error))
+        finally:
+            self._metrics.close()
+
+    def _end(self) -> None:
+        self._read_memory()
+        if self.signals.received is None:
+            self._save(self.directory.final_checkpoint())
+            self._summarise("finished", None)
+        else:
+            self._save(self.directory.step_checkpoint(self.steps))
+            self._summarise("interrupted", f"signal {self.signals.received}")
+
+    def _summarise(self, state: str, reason: str | None) -> None:
+        metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))
+        self.summary = summary.build(self, state, reason)
+        summary.write(self.directory, self.summary)
+
+    def final_fps(self) -> float:
+        """Over the last updates of this process."""
+        (start, first), (end, last) = self._recent[0], self._recent[-1]
+        return (last - first) / (end - start) if end > start else 0.0
+
+
+def exit_status(run: Run) -> int:
+    """0 when the run came to its end; 128 + the signal when it was interrupted, as shells do."""
+    return 0 if run.signals.received is None else 128 + run.signals.received
+
+

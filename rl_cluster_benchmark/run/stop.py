@@ -1,0 +1,33 @@
+"""When a run ends: enough steps, enough time, or somebody asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+class Signals:
+    """The first SIGINT or SIGTERM asks the run to end in good order; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = number
+        name = signal.Signals(number).name
+        # Not print(): the signal may arrive in the middle of one.
+        os.write(sys.__stderr__.fileno(), f"\n{name}: finishing and saving; once more ends at once.\n".encode())  # type: ignore[union-attr]

@@ -1,0 +1,106 @@
+"""The summary of a run, as a file and as a block on the screen."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_cluster_benchmark import __version__
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.files import write_json
+
+if TYPE_CHECKING:
+    from rl_cluster_benchmark.run.run import Run
+
+PACKAGES = ("torch", "numpy", "envpool")
+
+
+def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
+    config, elapsed, machine = run.config, run.elapsed, run.plan.machine
+    return {
+        "algorithm": ALGORITHM_NAMES[config.algorithm],
+        "mode": config.mode,
+        "env": config.env.name,
+        "seed": config.env.seed,
+        "state": state,
+        "reason": reason,
+        "num_envs": config.env.num_envs,
+        "num_workers": 1,
+        "duration_hours": elapsed / 3600,
+        "total_timesteps": run.steps,
+        "total_updates": run.updates,
+        "avg_fps": run.steps / elapsed if elapsed > 0 else 0.0,
+        "final_fps": run.final_fps(),
+        "peak_memory_gb": run.peak_memory / 1e9,
+        **run.episodes.summary(),
+        "phase_shares": run.clock.shares(elapsed),
+        "cpu_utilization": run.cpu_seconds / elapsed / machine.usable_cores if elapsed > 0 else 0.0,
+        "num_threads": run.plan.num_threads,
+        "precision": run.plan.precision,
+        "cpu_model": machine.cpu_model,
+        "usable_cores": machine.usable_cores,
+        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git_commit": git_commit(),
+        "versions": {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **_versions()},
+    }
+
+
+def write(directory: RunDirectory, summary: dict[str, Any]) -> None:
+    write_json(directory.summary, summary)
+    write_json(directory.root / "benchmark_metrics.json", summary)  # the older name
+
+
+def block(summary: dict[str, Any], directory: RunDirectory) -> str:
+    """The TRAINING SUMMARY that ends every run."""
+    line = "=" * 70
+    rows = [line, "TRAINING SUMMARY", line]
+    if summary["state"] != "finished":
+        rows.append(f"State: {summary['state']} ({summary['reason']})")
+    shares = summary["phase_shares"].items()
+    rows += [
+        f"Duration: {summary['duration_hours']:.2f} hours",
+        f"Total Timesteps: {summary['total_timesteps']:,}",
+        f"Total Updates: {summary['total_updates']:,}",
+        f"Average FPS: {summary['avg_fps']:,.0f}",
+        f"Final FPS: {summary['final_fps']:,.0f}",
+        "",
+        "Performance:",
+        f"  Initial Reward: {_reward(summary, 'initial_reward')}",
+        f"  Final Reward: {_reward(summary, 'final_reward')}",
+        f"  Best Reward: {_reward(summary, 'best_reward')}",
+        f"  Episodes: {summary['num_episodes']:,}",
+        "",
+        "Resource Usage:",
+        f"  Peak Memory: {summary['peak_memory_gb']:.2f} GB",
+        f"  CPU Utilization: {summary['cpu_utilization']:.0%} of {summary['usable_cores']} cores",
+        f"  Time: {', '.join(f'{name} {share:.0%}' for name, share in shares)}",
+        "",
+        f"Results saved to: {directory.root}",
+    ]
+    return "\n".join([*rows, line])
+
+
+def git_commit() -> str | None:
+    """Of the checkout that this code runs from, with a + when it was changed; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        call = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def _reward(summary: dict[str, Any], key: str) -> str:
+    if summary[key] is None:
+        return "no episode has ended yet"
+    std = summary.get(f"{key}_std")
+    return f"{summary[key]:.2f}" if std is None else f"{summary[key]:.2f} ± {std:.2f}"
