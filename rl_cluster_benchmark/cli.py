@@ -15,6 +15,7 @@ from rl_cluster_benchmark import __version__
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config import Config
+    from rl_cluster_benchmark.run.stop import Signals
 
 DESCRIPTION = "Train, evaluate and compare PPO, A2C, A3C and IMPALA on Procgen, on CPUs."
 EXAMPLES = """\
@@ -91,7 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--output", metavar="PNG", help="default: metrics.png beside the log file")
     plot.set_defaults(run=_plot)
 
-    doctor = commands.add_parser("doctor", help="check that everything needed is there", description="Check the machine.")
+    doctor = commands.add_parser(
+        "doctor", help="check that everything needed is there", description="Check the machine."
+    )
     doctor.set_defaults(run=_doctor)
 
     config = commands.add_parser(
@@ -133,14 +136,16 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="FILE", help="default: the newest one under ., runs and benchmarks")
     parser.add_argument("--algorithm", metavar="NAME", help="only to check that the checkpoint is of this algorithm")
     parser.add_argument("--env", metavar="GAME", help="another game than the agent was trained on")
-    parser.add_argument("--num-episodes", type=int, default=100, metavar="N", help="default: 100")
+    parser.add_argument("--num-episodes", type=_positive, default=100, metavar="N", help="default: 100")
     parser.add_argument("--deterministic", action="store_true", help="take the likeliest action instead of sampling")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of levels and actions; default: 0")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of levels and actions; default: 0")
     parser.add_argument(
-        "--levels", choices=("train", "test", "all"), default="train",
-        help="levels of training (default), levels never trained on, or all levels (the published test)",
+        "--levels", choices=("train", "test", "all"), default="test",
+        help="levels of training, levels never trained on (default), or all levels (the published test)",
     )  # fmt: skip
-    parser.add_argument("--num-threads", type=int, metavar="N", help="threads to use; default: one per physical core")
+    parser.add_argument(
+        "--num-threads", type=_positive, metavar="N", help="threads to use; default: one per physical core"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results to a file")
     parser.add_argument("--video", metavar="FILE", help="record episodes side by side: .gif or .mp4")
     parser.add_argument("--render", action="store_true", help="watch in a window (needs a display)")
@@ -149,9 +154,21 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdigit() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0 to 2^32 - 1")
+    return int(text)
+
+
 def config_from(args: argparse.Namespace) -> Config:
     """Defaults < YAML < command line. A run that is resumed starts from its own config.yaml."""
-    from rl_cluster_benchmark import config as configs
+    from rl_cluster_benchmark import config_files as configs
     from rl_cluster_benchmark.run.directory import RunDirectory
 
     overrides: dict[str, object] = {}
@@ -177,13 +194,18 @@ def config_from(args: argparse.Namespace) -> Config:
 
 
 def _train(args: argparse.Namespace) -> int:
+    config = config_from(args)
+    signals = _start_process(config)
     from rl_cluster_benchmark.training import train
 
-    return train(config_from(args), resume=args.resume, overwrite=args.overwrite)
+    return train(config, signals, resume=args.resume, overwrite=args.overwrite)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark.config import parse_assignment
+    from rl_cluster_benchmark import hardware
+    from rl_cluster_benchmark.config_files import parse_assignment
+
+    hardware.prepare_process(args.num_threads or hardware.detect().usable_cores)
     from rl_cluster_benchmark.evaluate import evaluate_checkpoint
 
     overrides = dict(parse_assignment(text) for text in args.set)
@@ -218,7 +240,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark import config as configs
+    from rl_cluster_benchmark import config_files as configs
 
     if args.markdown:
         print(configs.reference_markdown(), end="")
@@ -230,6 +252,22 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _quickstart(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark import config_files
+
+    overrides = {"output_dir": args.output_dir, "training.duration_hours": args.duration}
+    config = config_files.load("quickstart", overrides)
+    signals = _start_process(config)
     from rl_cluster_benchmark.quickstart import quickstart
 
-    return quickstart(args.output_dir, args.duration)
+    return quickstart(config, signals)
+
+
+def _start_process(config: Config) -> Signals:
+    """Catch signals and set the threads, before anything that imports numpy or torch is imported."""
+    from rl_cluster_benchmark import hardware
+    from rl_cluster_benchmark.run.stop import Signals
+
+    signals = Signals()
+    signals.install()
+    hardware.prepare_process(hardware.plan(config).num_threads)
+    return signals

@@ -1,22 +1,14 @@
-"""The one typed config of everything a run needs: YAML in, YAML out, every mistake answered with one sentence.
+"""The one typed config of everything a run needs, documented field by field. config_files.py reads and writes it.
 
-Precedence: the defaults below < the YAML file < the command line. This module imports neither numpy nor torch, so
-that thread counts can be set from the config before those libraries start.
+This module imports neither numpy nor torch, so that thread counts can be set from it before those libraries start.
 """
 
 from __future__ import annotations
 
 import difflib
-import types
-import typing
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-
-from rl_cluster_benchmark.errors import UserError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Algorithm = Literal["ppo", "a2c", "a3c", "impala"]
 Mode = Literal["sequential", "parallel", "distributed"]
@@ -86,10 +78,17 @@ class EnvConfig(Section):
         "or `CartPole-v1` or `Catch-v0` for quick checks.",
     )
     num_envs: Int = Field(32, ge=1, description="Environments stepped together in sequential mode.")
-    seed: Int = Field(42, ge=0, le=2**32 - 1, description="The run's seed; every env, worker and shuffle derives its own.")
-    distribution_mode: DistributionMode = Field("easy", description="Procgen's difficulty. All games know easy and hard.")
+    seed: Int = Field(
+        42, ge=0, le=2**32 - 1, description="The run's seed; every env, worker and shuffle derives its own."
+    )
+    distribution_mode: DistributionMode = Field(
+        "easy", description="Procgen's difficulty. All games know easy and hard."
+    )
     num_levels: Int = Field(
-        200, ge=0, le=MAX_LEVEL, description="Size of the training set of levels; 0 is all levels, so none stays unseen."
+        200,
+        ge=0,
+        le=MAX_LEVEL,
+        description="Size of the training set of levels; 0 is all levels, so none stays unseen.",
     )
     start_level: Int = Field(0, ge=0, le=MAX_LEVEL, description="First level of the training set.")
     use_sequential_levels: bool = Field(False, description="Procgen: go on to the next level instead of ending.")
@@ -174,7 +173,9 @@ class TrainingConfig(Section):
 class ImpalaConfig(Section):
     """Used by IMPALA only."""
 
-    vtrace_clip_rho_threshold: Float = Field(1.0, gt=0, description="Clip of the importance weights in the V-trace target.")
+    vtrace_clip_rho_threshold: Float = Field(
+        1.0, gt=0, description="Clip of the importance weights in the V-trace target."
+    )
     vtrace_clip_pg_rho_threshold: Float = Field(1.0, gt=0, description="Clip of the weights in the policy gradient.")
     entropy_coef: Float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
     value_coef: Float = Field(0.5, ge=0, description="Weight of the value loss.")
@@ -192,7 +193,9 @@ class ClusterConfig(Section):
     """Distributed mode: several machines."""
 
     num_workers: Int = Field(1, ge=1, description="Machines that take part, the head included.")
-    distributed_backend: Literal["gloo"] = Field("gloo", description="torch.distributed backend; gloo is the one for CPUs.")
+    distributed_backend: Literal["gloo"] = Field(
+        "gloo", description="torch.distributed backend; gloo is the one for CPUs."
+    )
     master_addr: str = Field("localhost", min_length=1, description="Address of the head machine.")
     master_port: Int = Field(29500, ge=1, le=65535, description="A free port on the head machine.")
 
@@ -269,205 +272,3 @@ class Config(Section):
 def _near_divisors(total: int, size: int) -> list[int]:
     divisors = [d for d in range(1, total + 1) if total % d == 0]
     return sorted(sorted(divisors, key=lambda d: abs(d - size))[:4])
-
-
-# Keys that older configs keep under `training`, and where they live now.
-MOVED_KEYS = {"num_envs": "env", "seed": "env", "device": "hardware", "num_threads": "hardware"}
-
-
-def load(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> Config:
-    """Read a YAML file (or a preset's name) and lay `{'section.key': value}` overrides on top."""
-    data = read_yaml(path) if path is not None else {}
-    for dotted, value in (overrides or {}).items():
-        _assign(data, dotted, value)
-    return validate(data, source=str(path) if path is not None else "command line")
-
-
-def validate(data: Mapping[str, Any], *, source: str) -> Config:
-    try:
-        return Config.model_validate(_move_old_keys(data))
-    except ValidationError as error:
-        raise UserError(_sentence(error, source)) from None
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    file = find_config(path)
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{file}: is not valid YAML{where} ({getattr(error, 'problem', None) or error}).") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise UserError(f"{file}: must hold sections such as 'training:', but holds a {type(data).__name__}.")
-    return data
-
-
-def preset_dir() -> Path:
-    """`config/` of a checkout, or the copy inside an installed package."""
-    installed = Path(__file__).parent / "presets"
-    return installed if installed.is_dir() else Path(__file__).parent.parent / "config"
-
-
-def presets() -> list[str]:
-    return sorted(file.stem for file in preset_dir().glob("*.yaml"))
-
-
-def find_config(path: str | Path) -> Path:
-    """A path to a file, or the name of a preset (`ppo_sequential`)."""
-    file = Path(path)
-    if file.is_file():
-        return file
-    preset = preset_dir() / f"{file.stem}.yaml"
-    if preset.is_file() and file.parent.name in ("", "config"):
-        return preset
-    near = difflib.get_close_matches(file.stem, presets(), n=1)
-    hint = f" Did you mean the preset {near[0]}?" if near else f" Presets: {', '.join(presets())}."
-    raise UserError(f"Config file {file} does not exist.{hint}")
-
-
-def parse_assignment(text: str) -> tuple[str, object]:
-    """`section.key=value`, the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise UserError(f"--set {text}: write it as section.key=value, for example --set training.gamma=0.99.")
-    try:
-        return key.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise UserError(f"--set {text}: the value is not valid YAML; put it in quotes.") from None
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json")
-
-
-def to_yaml(config: Config) -> str:
-    return yaml.safe_dump(to_dict(config), sort_keys=False)
-
-
-def _assign(data: dict[str, Any], dotted: str, value: object) -> None:
-    *sections, key = dotted.split(".")
-    for name in sections:
-        section = data.setdefault(name, {})
-        if section is None:
-            section = data[name] = {}
-        if not isinstance(section, dict):
-            raise UserError(f"{dotted}: {name} is a value, not a section.")
-        data = section
-    data[key] = value
-
-
-def _move_old_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    moved = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items() if value is not None}
-    training = moved.get("training")
-    if isinstance(training, dict):
-        for key, section in MOVED_KEYS.items():
-            if key in training:
-                home = moved.setdefault(section, {})
-                if isinstance(home, dict):
-                    home.setdefault(key, training[key])
-                    del training[key]
-    return moved
-
-
-def fields() -> Iterator[tuple[str, str, Any]]:
-    """Every setting as (section or '', key, pydantic field), in the order of the file."""
-    for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for key, inner in field.annotation.model_fields.items():
-                yield name, key, inner
-        else:
-            yield "", name, field
-
-
-def _sentence(error: ValidationError, source: str) -> str:
-    return "\n".join(f"{source}: {_explain(dict(item))}" for item in error.errors())
-
-
-def _explain(item: dict[str, Any]) -> str:
-    key, kind, value = ".".join(str(part) for part in item["loc"]), item["type"], item["input"]
-    if kind == "extra_forbidden":
-        return _unknown_key(item["loc"])
-    if kind == "value_error":
-        message = str(item["ctx"]["error"])
-        return f"{key} = {value} {message}." if key and not isinstance(value, dict | Section) else f"{message}."
-    allowed = {
-        "greater_than": "must be greater than {gt}",
-        "greater_than_equal": "must be at least {ge}",
-        "less_than_equal": "must be at most {le}",
-        "literal_error": "must be {expected}",
-        "int_type": "must be a whole number",
-        "float_parsing": "must be a number",
-        "float_type": "must be a number",
-        "finite_number": "must be a finite number",
-        "bool_parsing": "must be true or false",
-        "bool_type": "must be true or false",
-        "string_type": "must be a text",
-        "string_too_short": "must not be empty",
-        "string_pattern_mismatch": "must be cpu, cuda or cuda:N",
-        "list_type": "must be a list",
-        "too_short": "must not be empty",
-        "model_type": "must be a section with keys, not a single value",
-    }.get(kind)
-    text = allowed.format(**item.get("ctx", {})) if allowed else item["msg"]
-    return f"{key} = {value!r} is not allowed; it {text}."
-
-
-def _unknown_key(loc: tuple[Any, ...]) -> str:
-    key = ".".join(map(str, loc))
-    known = [f"{section}.{name}" if section else name for section, name, _ in fields()]
-    if len(loc) == 1:
-        known += [name for name in Config.model_fields]
-    inside = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
-    # The same key in another section is a likelier slip than a similar one in this section.
-    elsewhere = [name for name in known if name.rpartition(".")[2] == str(loc[-1])]
-    near = elsewhere or difflib.get_close_matches(key, inside, n=1, cutoff=0.5) or inside
-    hint = f"did you mean {near[0]}?" if len(near) == 1 else f"known here: {', '.join(n.rpartition('.')[2] for n in near)}."
-    return f"{key} is not a known key; {hint}"
-
-
-def reference_markdown() -> str:
-    """The configuration reference, generated so that it cannot differ from the code."""
-    lines = ["# Configuration reference", "", "<!-- generated by `rlcb config --markdown`; do not edit -->", ""]
-    lines += [
-        "Defaults < YAML file (`--config`) < command line. Any key can be set with `--set section.key=value`.",
-        "`num_envs`, `seed`, `device` and `num_threads` are also accepted under `training`.",
-        "`rlcb config` prints the complete config that a command line would run with.",
-    ]
-    section = None
-    for name, key, field in fields():
-        if name != section:
-            doc = getattr(Config.model_fields[name].annotation, "__doc__", "") if name else "At the top of the file."
-            lines += ["", f"## `{name}`" if name else "## Top level", "", doc or "", ""]
-            lines += ["| key | default | allowed | meaning |", "|-|-|-|-|"]
-            section = name
-        default = yaml.safe_dump(field.get_default(), default_flow_style=True).strip().removesuffix("...").strip()
-        lines.append(f"| `{key}` | `{default}` | {_allowed(field)} | {field.description} |")
-    return "\n".join(lines) + "\n"
-
-
-def _allowed(field: Any) -> str:
-    bounds = {"Ge": "≥ {ge}", "Gt": "> {gt}", "Le": "≤ {le}"}
-    limits = [
-        bounds[type(meta).__name__].format(**{type(meta).__name__.lower(): getattr(meta, type(meta).__name__.lower())})
-        for meta in field.metadata
-        if type(meta).__name__ in bounds
-    ]
-    return " ".join([_type_name(field.annotation), *limits])
-
-
-def _type_name(annotation: Any) -> str:
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in args)
-    if origin is Annotated:
-        return _type_name(args[0])
-    if origin is list:
-        return f"list of {_type_name(args[0])}s"
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(arg) for arg in args)
-    return {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}[annotation]

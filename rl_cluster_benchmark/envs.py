@@ -7,11 +7,10 @@ steps a `VectorEnv` masks it out (see rollout.py).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
-import io
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -50,7 +49,8 @@ class EnvPoolEnv:
 
     def __init__(self, task: str, seeds: Sequence[int], num_threads: int, options: dict[str, object]) -> None:
         envpool = load_envpool()
-        with contextlib.redirect_stderr(io.StringIO()):  # gymnasium's remarks about float32 boxes
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # gymnasium's remarks about float32 boxes
             self._pool = envpool.make(
                 task,
                 env_type="gymnasium",
@@ -104,7 +104,9 @@ def make_env(
         "use_generated_assets": config.use_generated_assets,
         "paint_vel_info": config.paint_vel_info,
     }
-    return EnvPoolEnv(f"{config.game.capitalize()}{config.distribution_mode.capitalize()}-v0", seeds, num_threads, options)
+    return EnvPoolEnv(
+        f"{config.game.capitalize()}{config.distribution_mode.capitalize()}-v0", seeds, num_threads, options
+    )
 
 
 def level_range(config: EnvConfig, levels: Levels) -> tuple[int, int]:
@@ -122,7 +124,7 @@ def level_range(config: EnvConfig, levels: Levels) -> tuple[int, int]:
 
 
 @cache
-def load_envpool():  # type: ignore[no-untyped-def]  # noqa: ANN201
+def load_envpool():  # type: ignore[no-untyped-def]
     """Import EnvPool with the Qt libraries that its Procgen needs, or say what is missing."""
     if sys.version_info < (3, 12):
         _load_qt()

@@ -102,14 +102,17 @@ def plan(config: Config) -> Plan:
             precision, reason = "bfloat16", f"the CPU has {machine.fast_bfloat16}"
         else:
             precision, reason = "float32", "no AMX or AVX512-BF16"
-    per_pass = SAMPLES_PER_THREAD * threads if config.env.game and config.hardware.device == "cpu" else config.batch_size
+    per_pass = (
+        SAMPLES_PER_THREAD * threads if config.env.game and config.hardware.device == "cpu" else config.batch_size
+    )
     return Plan(machine, threads, precision, reason, min(config.hardware.micro_batch or per_pass, config.batch_size))
 
 
 def prepare_process(num_threads: int) -> None:
     """Set the threads of every numeric library together, and keep freed memory for the next tensor.
 
-    Call it before numpy and torch are imported: OpenBLAS, MKL and OpenMP read their variables once, at start.
+    The command line calls it before it imports anything that imports numpy or torch: OpenBLAS, MKL and OpenMP read
+    their variables once, when they start.
     """
     for variable in THREAD_VARIABLES:
         os.environ[variable] = str(num_threads)
@@ -180,9 +183,8 @@ def _cgroup_cpu_quota() -> float | None:
 def _memory_limit() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for directory in _cgroup_dirs("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            if (text := _read(directory / name)) and text.isdigit():
-                limits.append(int(text))
+        texts = (_read(directory / name) for name in ("memory.max", "memory.limit_in_bytes"))
+        limits += [int(text) for text in texts if text and text.isdigit()]
     return min(limits)
 
 

@@ -95,6 +95,7 @@ class ImpalaCNN(nn.Module):
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d | nn.Linear):  # as in the published Procgen results
                 nn.init.xavier_uniform_(layer.weight)
+                assert layer.bias is not None
                 nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,8 +154,8 @@ def make_model(
         architecture = "impala" if is_image else "mlp"
     if architecture != "mlp" and not is_image:
         raise UserError(
-            f"model.architecture = {architecture} needs images, but observations have shape {tuple(observation_shape)}; "
-            "use mlp or auto."
+            f"model.architecture = {architecture} needs images, but observations have shape "
+            f"{tuple(observation_shape)}; use mlp or auto."
         )
     trunk: nn.Module
     if architecture == "impala":
@@ -163,7 +164,7 @@ def make_model(
         trunk, features = NatureCNN(observation_shape, config.hidden_size), config.hidden_size
     else:
         trunk, features = MLP(math.prod(observation_shape), config.mlp_sizes), config.mlp_sizes[-1]
-    memory_format = getattr(torch, hardware.memory_format + ("_format" if hardware.memory_format == "contiguous" else ""))
+    memory_format = torch.channels_last if hardware.memory_format == "channels_last" else torch.contiguous_format
     # Vectors are too small for bfloat16 to pay.
     model = ActorCritic(
         trunk,
@@ -172,7 +173,7 @@ def make_model(
         precision=precision if is_image else torch.float32,
         memory_format=memory_format,
     )
-    return model.to(device=hardware.device, memory_format=memory_format)
+    return model.to(hardware.device).to(memory_format=memory_format)  # type: ignore[call-overload]
 
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Linear | nn.Conv2d:

@@ -2,60 +2,50 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import torch
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.execution import sequential
+from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.run.stop import Signals
 
 
-def train(config: Config, *, resume: bool = False, overwrite: bool = False, title: str | None = None) -> int:
+def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: bool = False) -> int:
     """Train as the config says; returns the exit status."""
-    signals = Signals()
-    signals.install()
-    try:
-        return _train(config, signals, resume=resume, overwrite=overwrite, title=title)
-    finally:
-        signals.restore()
-
-
-def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, title: str | None) -> int:
     _check_available(config)
-    plan = hardware.plan(config)
-    hardware.prepare_process(plan.num_threads)
     _check_device(config)
-    # Only now may torch and numpy be imported: they read the thread settings when they start.
-    from rl_cluster_benchmark.execution import sequential
-    from rl_cluster_benchmark.run import checkpoint, summary
-    from rl_cluster_benchmark.run.run import Run, exit_status
-
+    plan = hardware.plan(config)
     directory = RunDirectory.of(config)
     lock = directory.claim(resume=resume, overwrite=overwrite)
-    found = checkpoint.newest(directory) if resume else None
-    resumed_from = found[1] if found else None
-    if resumed_from is not None:
-        _check_same_task(config, resumed_from)
-    print("\n".join(_header(config, plan, directory, title)), flush=True)
-    if found is not None and resumed_from is not None:
-        progress = resumed_from["progress"]
-        print(f"Resumed from {found[0]}: {progress['steps']:,} steps, {progress['updates']:,} updates.", flush=True)
-    elif resume:
-        print("No checkpoint to resume from yet: starting at the beginning.", flush=True)
-
-    run = Run(config, plan, directory, signals, resumed_from)
     try:
-        with run:
-            sequential.train(run)
-    except TrainingFailedError:
-        if hasattr(run, "summary"):
+        found = checkpoint.newest(directory) if resume else None
+        resumed_from = found[1] if found else None
+        if resumed_from is not None:
+            _check_same_task(config, resumed_from)
+        print("\n".join(_header(config, plan, directory)), flush=True)
+        if found is not None:
+            progress = found[1]["progress"]
+            print(f"Resumed from {found[0]}: {progress['steps']:,} steps, {progress['updates']:,} updates.", flush=True)
+        elif resume:
+            print("No checkpoint to resume from: starting at the beginning.", flush=True)
+        run = Run(config, plan, directory, signals, resumed_from)
+        try:
+            with run:
+                sequential.train(run)
+        except TrainingFailedError:
             print(summary.block(run.summary, directory))
-        raise
+            raise
+        print(summary.block(run.summary, directory))
+        return exit_status(run)
     finally:
-        del lock
-    print(summary.block(run.summary, directory))
-    return exit_status(run)
+        os.close(lock)
 
 
 def _check_available(config: Config) -> None:
@@ -67,13 +57,13 @@ def _check_available(config: Config) -> None:
 def _check_device(config: Config) -> None:
     if config.hardware.device == "cpu":
         return
-    import torch
-
     device = torch.device(config.hardware.device)
     if not torch.cuda.is_available():
         raise UserError(f"hardware.device = {config.hardware.device}, but this torch sees no CUDA device; use cpu.")
     if device.index is not None and device.index >= torch.cuda.device_count():
-        raise UserError(f"hardware.device = {config.hardware.device}, but there are {torch.cuda.device_count()} devices.")
+        raise UserError(
+            f"hardware.device = {config.hardware.device}, but there are {torch.cuda.device_count()} devices."
+        )
 
 
 def _check_same_task(config: Config, checkpoint: dict[str, Any]) -> None:
@@ -84,13 +74,13 @@ def _check_same_task(config: Config, checkpoint: dict[str, Any]) -> None:
         raise UserError(f"The run to resume is {was}, not {now}; resume it as it was or choose another --output-dir.")
 
 
-def _header(config: Config, plan: hardware.Plan, directory: RunDirectory, title: str | None) -> list[str]:
+def _header(config: Config, plan: hardware.Plan, directory: RunDirectory) -> list[str]:
     line = "=" * 70
     hours = config.training.duration_hours
     end = f"{config.training.total_timesteps:,} steps" + (f" or {hours:g} hours" if hours else "")
     rows = [
         line,
-        title or f"{ALGORITHM_NAMES[config.algorithm]} {config.mode.capitalize()} Training",
+        f"{ALGORITHM_NAMES[config.algorithm]} {config.mode.capitalize()} Training",
         line,
         f"Environment: {config.env.name}",
         f"Num environments: {config.env.num_envs}",

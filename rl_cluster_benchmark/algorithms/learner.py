@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_cluster_benchmark.algorithms.optimizers import Adam
+
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all workers, in place. Alone, there is nothing to add."""
 
@@ -20,10 +22,8 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 class Learner:
-    def __init__(
-        self, model: nn.Module, *, learning_rate: float, eps: float, max_grad_norm: float, num_stats: int, reduce: Reduce
-    ) -> None:
-        self.model, self.learning_rate, self.max_grad_norm, self.reduce = model, learning_rate, max_grad_norm, reduce
+    def __init__(self, model: nn.Module, *, eps: float, max_grad_norm: float, num_stats: int, reduce: Reduce) -> None:
+        self.model, self.max_grad_norm, self.reduce = model, max_grad_norm, reduce
         parameters = dict(model.named_parameters())
         size = sum(p.numel() for p in parameters.values())
         device = next(iter(parameters.values())).device
@@ -36,11 +36,10 @@ class Learner:
             parameters[name].data = view
         for name, view in self._views(self.grad).items():
             parameters[name].grad = view
-        self.flat.grad = self.grad
-        self.optimizer = torch.optim.Adam([self.flat], lr=learning_rate, eps=eps, fused=True)
+        self.optimizer = Adam(self.flat, self.grad, eps=eps)
 
     def zero_grad(self) -> None:
-        """Never through the model or the optimiser: they would unlink the gradients from the flat vector."""
+        """Never through the model: that would unlink its gradients from the flat vector."""
         self._summed.zero_()
 
     def sum_over_workers(self) -> None:
@@ -52,31 +51,24 @@ class Learner:
         if norm - norm == 0:  # neither infinite nor NaN
             if norm > self.max_grad_norm:
                 self.grad.mul_(self.max_grad_norm / (norm + 1e-6))
-            self.optimizer.param_groups[0]["lr"] = learning_rate
-            self.optimizer.step()
+            self.optimizer.step(learning_rate)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name and in the usual layout: the memory format may differ when it is loaded."""
-        state = self.optimizer.state.get(self.flat, {})
-        flat = {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == self.flat.shape}
         return {
-            "step": float(state.get("step", 0.0)),
+            "steps": float(self.optimizer.steps),
             "moments": {
-                key: {name: view.contiguous().clone() for name, view in self._views(value).items()}
-                for key, value in flat.items()
+                key: {name: view.cpu().contiguous().clone() for name, view in self._views(flat).items()}
+                for key, flat in self.optimizer.moments.items()
             },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state["moments"]:
-            return
-        own: dict[str, Tensor] = {"step": torch.tensor(state["step"])}
+        self.optimizer.steps.fill_(state["steps"])
         for key, tensors in state["moments"].items():
-            own[key] = torch.zeros_like(self.flat)
-            for name, view in self._views(own[key]).items():
+            for name, view in self._views(self.optimizer.moments[key]).items():
                 view.copy_(tensors[name])
-        self.optimizer.state[self.flat] = own
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each parameter's part of a flat vector, in the parameter's shape and memory order."""

@@ -61,7 +61,7 @@ def ppo_losses(
 
 
 class PPO:
-    """Turns rollouts into updates of the model. With several workers, each holds the rollout of its own environments."""
+    """Turns rollouts into updates of the model. Of several workers, each has the rollout of its own environments."""
 
     def __init__(
         self,
@@ -78,19 +78,18 @@ class PPO:
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
         self.learner = Learner(
             model,
-            learning_rate=self.hyper.learning_rate,
             eps=self.hyper.adam_eps,
             max_grad_norm=self.hyper.max_grad_norm,
-            num_stats=len(STATS) + 1,  # the last one counts workers that were asked to stop
+            num_stats=len(STATS) + 1,  # the last one counts workers that were interrupted
             reduce=reduce,
         )
 
     def update(
-        self, rollout: Rollout, *, index: int, progress: float, should_stop: Callable[[], bool]
+        self, rollout: Rollout, *, index: int, progress: float, interrupted: Callable[[], bool]
     ) -> dict[str, float]:
         """Update number `index` of the run, `progress` of which (0 to 1) is done; returns the mean losses.
 
-        Asked to stop, it ends after the minibatch in hand: the parameters are whole at every such point.
+        Interrupted, it ends after the minibatch in hand: the parameters are whole at every such point.
         """
         rewards = self.normalize_rewards(rollout) if self.hyper.normalize_reward else rollout.rewards
         advantages, returns = gae(
@@ -115,12 +114,13 @@ class PPO:
         moments = self._moments([mb for epoch in minibatches for mb in epoch], batch["advantages"], valid)
 
         learning_rate = self.hyper.learning_rate * (1 - progress if self.hyper.anneal_lr else 1.0)
-        totals, grad_norms = torch.zeros(len(STATS), device=self.device), []
+        totals = torch.zeros(len(STATS), device=self.device)
+        grad_norms: list[float] = []
         for epoch in minibatches:
             for minibatch in epoch:
                 count, mean, std = moments[len(grad_norms)]
                 self._accumulate(minibatch, observations, batch, valid / count, mean, std)
-                self.learner.stats[-1] = float(should_stop())
+                self.learner.stats[-1] = float(interrupted())
                 self.learner.sum_over_workers()
                 stats = self.learner.stats.clone()
                 grad_norms.append(self.learner.step(learning_rate))
@@ -187,7 +187,9 @@ class PPO:
         starts = np.arange(self.config.batch_size, self.config.rollout_size, self.config.batch_size)
         yield from torch.tensor_split(rows, np.searchsorted(places, starts).tolist())
 
-    def _moments(self, minibatches: list[Tensor], advantages: Tensor, valid: Tensor) -> list[tuple[float, float, float]]:
+    def _moments(
+        self, minibatches: list[Tensor], advantages: Tensor, valid: Tensor
+    ) -> list[tuple[float, float, float]]:
         """(samples, mean and std of the advantages) of every global minibatch of the update, in one reduction."""
         sums = []
         for rows in minibatches:

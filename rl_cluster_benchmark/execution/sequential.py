@@ -53,9 +53,7 @@ def train(run: Run) -> None:
         if rollout is None:
             break
         with run.clock.phase("update"):
-            losses = algorithm.update(
-                rollout, index=run.updates, progress=run.fraction, should_stop=run.should_stop
-            )
+            losses = algorithm.update(rollout, index=run.updates, progress=run.fraction, interrupted=run.interrupted)
         run.record(rollout.num_steps, rollout.episodes, losses)
 
 

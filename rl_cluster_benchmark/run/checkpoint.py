@@ -41,7 +41,7 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"Checkpoint {path} cannot be read ({error.strerror or error}).") from None
     except pickle.UnpicklingError:
         raise DamagedCheckpointError(
-            f"Checkpoint {path} was refused: it holds more than tensors and plain values, and loading it could run code."
+            f"Checkpoint {path} was refused: it holds more than tensors and plain values; loading it could run code."
         ) from None
     except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError):
         raise DamagedCheckpointError(f"Checkpoint {path} is damaged or cut short, or is no checkpoint.") from None

@@ -17,7 +17,7 @@ KEYS = ("step", "time", "update")  # of each line; all others are scalars named 
 class MetricsWriter:
     def __init__(self, path: Path, *, tensorboard: bool, first_step: int) -> None:
         self.path = path
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed in close())
+        self._file = path.open("a", encoding="utf-8")
         self._tensorboard: Any = None
         if tensorboard:
             with warnings.catch_warnings():

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import psutil
 
-from rl_cluster_benchmark import config as configs
+from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.hardware import Plan
@@ -50,6 +50,7 @@ class Run:
         self.episodes = EpisodeStatistics()
         self.steps = self.updates = 0
         self.peak_memory = 0
+        self.last_update_at = 0.0  # seconds of training
         self._elapsed_before = self._cpu_before = 0.0
         if resumed_from is not None:
             self._restore(resumed_from["progress"])
@@ -90,9 +91,13 @@ class Run:
         by_time = self.elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
         return min(1.0, max(self.steps / training.total_timesteps, by_time))
 
+    def interrupted(self) -> bool:
+        """Somebody sent a signal: end as soon as the model is in good order."""
+        return self.signals.received is not None
+
     def should_stop(self) -> bool:
-        """Asked in the middle of a rollout or an update: is it to end now? Time alone never prevents a first update."""
-        return self.signals.received is not None or (self.updates > 0 and self._time_is_up())
+        """Is a rollout to be abandoned? When time is up, yes, but an update in hand is finished: it counts whole."""
+        return self.interrupted() or (self.updates > 0 and self._time_is_up())
 
     def is_over(self) -> bool:
         return self.should_stop() or self.steps >= self.config.training.total_timesteps
@@ -102,7 +107,8 @@ class Run:
         self.updates += 1
         self.steps += steps
         self.episodes.add(episodes)
-        self._recent.append((self.elapsed, self.steps))
+        self.last_update_at = self.elapsed
+        self._recent.append((self.last_update_at, self.steps))
         if time.perf_counter() - self._last_memory > SECONDS_BETWEEN_MEMORY_READINGS:
             self._read_memory()
         if self.updates % self.config.training.log_interval == 0:
@@ -149,7 +155,9 @@ class Run:
 
     def _save(self, path: Any) -> None:
         assert self._learner_state is not None
-        checkpoint.save(path, self._learner_state() | {"config": configs.to_dict(self.config), "progress": self._state()})
+        checkpoint.save(
+            path, self._learner_state() | {"config": configs.to_dict(self.config), "progress": self._state()}
+        )
         self._metrics.flush()
         self._last_checkpoint = time.perf_counter()
 
@@ -169,6 +177,7 @@ class Run:
     def _restore(self, state: dict[str, Any]) -> None:
         self.steps, self.updates, self.peak_memory = state["steps"], state["updates"], state["peak_memory"]
         self._elapsed_before, self._cpu_before = state["elapsed"], state["cpu_seconds"]
+        self.last_update_at = state["elapsed"]
         self.clock.seconds |= state["phase_seconds"]
         self.episodes.load_state_dict(state["episodes"])
 
@@ -187,7 +196,9 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if self._progress is not None:
                 self._progress.close()
@@ -200,7 +211,7 @@ class Run:
 
     def _end(self) -> None:
         self._read_memory()
-        if self.signals.received is None:
+        if not self.interrupted():
             self._save(self.directory.final_checkpoint())
             self._summarise("finished", None)
         else:
@@ -221,5 +232,3 @@ class Run:
 def exit_status(run: Run) -> int:
     """0 when the run came to its end; 128 + the signal when it was interrupted, as shells do."""
     return 0 if run.signals.received is None else 128 + run.signals.received
-
-

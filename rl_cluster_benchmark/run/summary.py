@@ -33,7 +33,7 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "duration_hours": elapsed / 3600,
         "total_timesteps": run.steps,
         "total_updates": run.updates,
-        "avg_fps": run.steps / elapsed if elapsed > 0 else 0.0,
+        "avg_fps": run.steps / run.last_update_at if run.last_update_at > 0 else 0.0,
         "final_fps": run.final_fps(),
         "peak_memory_gb": run.peak_memory / 1e9,
         **run.episodes.summary(),

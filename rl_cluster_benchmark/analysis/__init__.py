@@ -1,0 +1,1 @@
+"""Reading runs back: published figures, statistics, plots, reports."""

@@ -1,0 +1,83 @@
+"""The curves of a run as a PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_cluster_benchmark import config_files as configs
+from rl_cluster_benchmark.analysis import published
+from rl_cluster_benchmark.config import EnvConfig
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run.metrics import read_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# (title, axis label, {metric: label})
+PANELS: list[tuple[str, str, dict[str, str]]] = [
+    ("Episode reward", "mean of 100 episodes", {"charts/episodic_return": "this run"}),
+    ("Speed", "environment steps / s", {"charts/SPS": "FPS"}),
+    ("Losses", "loss", {"losses/policy_loss": "policy", "losses/value_loss": "value"}),
+    ("Entropy", "nats", {"losses/entropy": "entropy"}),
+    ("Update size", "", {"losses/approx_kl": "approximate KL", "losses/clipfrac": "clip fraction"}),
+    ("Memory", "GB", {"system/memory_gb": "memory"}),
+]
+
+
+def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path:
+    """Draw every panel over environment steps; returns the PNG's path."""
+    log_file = Path(log_file)
+    lines = read_lines(log_file)
+    if not lines:
+        raise UserError(f"{log_file} holds no metrics; give the metrics.jsonl of a run that has made an update.")
+    output = Path(output) if output else log_file.with_name("metrics.png")
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(14, 7), constrained_layout=True)
+    for axis, (title, label, names) in zip(axes.flat, PANELS, strict=True):
+        for name, legend in names.items():
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            axis.plot(*zip(*points, strict=True) if points else ([], []), label=legend, linewidth=1.4)
+        axis.set_title(title)
+        axis.set_xlabel("environment steps")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        axis.set_xlim(left=0)
+        if len(names) > 1:
+            axis.legend(frameon=False)
+    axes[0, 1].set_ylim(bottom=0)
+    axes[1, 2].set_ylim(bottom=0)
+    env = _env_of(log_file)
+    if env is not None:
+        figure.suptitle(f"{env.name}, seed {env.seed}")
+        _draw_published(axes[0, 0], env, max(line["step"] for line in lines))
+    try:
+        figure.savefig(output, dpi=110)
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot write {output} ({getattr(error, 'strerror', None) or error}).") from None
+    finally:
+        plt.close(figure)
+    return output
+
+
+def _env_of(log_file: Path) -> EnvConfig | None:
+    """The environment of the run a log belongs to: its config.yaml is beside the log or two folders up."""
+    for candidate in (log_file.parent / "config.yaml", log_file.parent.parent.parent / "config.yaml"):
+        if candidate.is_file():
+            return configs.load(candidate).env
+    return None
+
+
+def _draw_published(axis: Axes, env: EnvConfig, last_step: float) -> None:
+    points: list[Any] = [point for point in published.curve(env) if point.step <= 1.3 * last_step]
+    if points:
+        steps, means, stds = zip(*points, strict=True)
+        axis.errorbar(
+            steps, means, [2 * std for std in stds], fmt="o", color="gray", capsize=3, label="published PPO ± 2 sd"
+        )
+        axis.legend(frameon=False)

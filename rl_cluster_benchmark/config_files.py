@@ -1,0 +1,231 @@
+"""The config as a file and as flags: YAML in, YAML out, every mistake answered with one sentence.
+
+Precedence: the defaults < the YAML file < the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import ValidationError
+
+from rl_cluster_benchmark.config import Config, Section
+from rl_cluster_benchmark.errors import UserError
+
+# Keys that older configs keep under `training`, and where they live now.
+MOVED_KEYS = {"num_envs": "env", "seed": "env", "device": "hardware", "num_threads": "hardware"}
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> Config:
+    """Read a YAML file (or a preset's name) and lay `{'section.key': value}` overrides on top."""
+    data = read_yaml(path) if path is not None else {}
+    return build(data, overrides or {}, source=str(path) if path is not None else "default config")
+
+
+def build(data: Mapping[str, Any], overrides: Mapping[str, object], *, source: str) -> Config:
+    """The config in `data`, which came from `source`, with overrides from the command line on top."""
+    merged = _move_old_keys(data)
+    changed = set()
+    for dotted, value in overrides.items():
+        section, _, key = dotted.rpartition(".")
+        if section == "training" and key in MOVED_KEYS:
+            dotted = f"{MOVED_KEYS[key]}.{key}"
+        _assign(merged, dotted, value)
+        changed.add(dotted)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        sentences = []
+        for item in error.errors():
+            key = ".".join(map(str, item["loc"]))
+            sentences.append(f"{'command line' if key in changed else source}: {_explain(dict(item))}")
+        raise UserError("\n".join(sentences)) from None
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    file = find_config(path)
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{file}: is not valid YAML{where} ({getattr(error, 'problem', None) or error}).") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: must hold sections such as 'training:', but holds a {type(data).__name__}.")
+    return data
+
+
+def preset_dir() -> Path:
+    """`config/` of a checkout, or the copy inside an installed package."""
+    installed = Path(__file__).parent / "presets"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "config"
+
+
+def presets() -> list[str]:
+    return sorted(file.stem for file in preset_dir().glob("*.yaml"))
+
+
+def find_config(path: str | Path) -> Path:
+    """A path to a file, or the name of a preset (`ppo_sequential`)."""
+    file = Path(path)
+    if file.is_file():
+        return file
+    preset = preset_dir() / f"{file.stem}.yaml"
+    if preset.is_file() and file.parent.name in ("", "config"):
+        return preset
+    near = difflib.get_close_matches(file.stem, presets(), n=1)
+    hint = f" Did you mean the preset {near[0]}?" if near else f" Presets: {', '.join(presets())}."
+    raise UserError(f"Config file {file} does not exist.{hint}")
+
+
+def parse_assignment(text: str) -> tuple[str, object]:
+    """`section.key=value`, the value read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"--set {text}: write it as section.key=value, for example --set training.gamma=0.99.")
+    try:
+        return key.strip(), yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UserError(f"--set {text}: the value is not valid YAML; put it in quotes.") from None
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def to_yaml(config: Config) -> str:
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def _assign(data: dict[str, Any], dotted: str, value: object) -> None:
+    *sections, key = dotted.split(".")
+    for name in sections:
+        section = data.setdefault(name, {})
+        if section is None:
+            section = data[name] = {}
+        if not isinstance(section, dict):
+            raise UserError(f"{dotted}: {name} is a value, not a section.")
+        data = section
+    data[key] = value
+
+
+def _move_old_keys(data: Mapping[str, Any]) -> dict[str, Any]:
+    moved = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items() if value is not None}
+    training = moved.get("training")
+    if isinstance(training, dict):
+        for key, section in MOVED_KEYS.items():
+            if key in training:
+                home = moved.setdefault(section, {})
+                if isinstance(home, dict):
+                    home.setdefault(key, training[key])
+                    del training[key]
+    return moved
+
+
+def fields() -> Iterator[tuple[str, str, Any]]:
+    """Every setting as (section or '', key, pydantic field), in the order of the file."""
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for key, inner in field.annotation.model_fields.items():
+                yield name, key, inner
+        else:
+            yield "", name, field
+
+
+def _explain(item: dict[str, Any]) -> str:
+    key, kind, value = ".".join(str(part) for part in item["loc"]), item["type"], item["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(item["loc"])
+    if kind == "value_error":
+        message = str(item["ctx"]["error"])
+        return f"{key} = {value} {message}." if key and not isinstance(value, dict | Section) else f"{message}."
+    allowed = {
+        "greater_than": "must be greater than {gt}",
+        "greater_than_equal": "must be at least {ge}",
+        "less_than_equal": "must be at most {le}",
+        "literal_error": "must be {expected}",
+        "int_type": "must be a whole number",
+        "float_parsing": "must be a number",
+        "float_type": "must be a number",
+        "finite_number": "must be a finite number",
+        "bool_parsing": "must be true or false",
+        "bool_type": "must be true or false",
+        "string_type": "must be a text",
+        "string_too_short": "must not be empty",
+        "string_pattern_mismatch": "must be cpu, cuda or cuda:N",
+        "list_type": "must be a list",
+        "too_short": "must not be empty",
+        "model_type": "must be a section with keys, not a single value",
+    }.get(kind)
+    text = allowed.format(**item.get("ctx", {})) if allowed else item["msg"]
+    return f"{key} = {value!r} is not allowed; it {text}."
+
+
+def _unknown_key(loc: tuple[Any, ...]) -> str:
+    key = ".".join(map(str, loc))
+    known = [f"{section}.{name}" if section else name for section, name, _ in fields()]
+    if len(loc) == 1:
+        known += list(Config.model_fields)
+    inside = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
+    # The same key in another section is a likelier slip than a similar one in this section.
+    elsewhere = [name for name in known if name.rpartition(".")[2] == str(loc[-1])]
+    near = elsewhere or difflib.get_close_matches(key, inside, n=1, cutoff=0.5) or inside
+    hint = (
+        f"did you mean {near[0]}?"
+        if len(near) == 1
+        else f"known here: {', '.join(n.rpartition('.')[2] for n in near)}."
+    )
+    return f"{key} is not a known key; {hint}"
+
+
+def reference_markdown() -> str:
+    """The configuration reference, generated so that it cannot differ from the code."""
+    lines = ["# Configuration reference", "", "<!-- generated by `rlcb config --markdown`; do not edit -->", ""]
+    lines += [
+        "Defaults < YAML file (`--config`) < command line. Any key can be set with `--set section.key=value`.",
+        "`num_envs`, `seed`, `device` and `num_threads` are also accepted under `training`.",
+        "`rlcb config` prints the complete config that a command line would run with.",
+    ]
+    section = None
+    for name, key, field in fields():
+        if name != section:
+            doc = getattr(Config.model_fields[name].annotation, "__doc__", "") if name else "At the top of the file."
+            lines += ["", f"## `{name}`" if name else "## Top level", "", doc or "", ""]
+            lines += ["| key | default | allowed | meaning |", "|-|-|-|-|"]
+            section = name
+        default = yaml.safe_dump(field.get_default(), default_flow_style=True).strip().removesuffix("...").strip()
+        lines.append(f"| `{key}` | `{default}` | {_allowed(field)} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def _allowed(field: Any) -> str:
+    bounds = {"Ge": "≥ {ge}", "Gt": "> {gt}", "Le": "≤ {le}"}
+    limits = [
+        bounds[type(meta).__name__].format(**{type(meta).__name__.lower(): getattr(meta, type(meta).__name__.lower())})
+        for meta in field.metadata
+        if type(meta).__name__ in bounds
+    ]
+    return " ".join([_type_name(field.annotation), *limits])
+
+
+def _type_name(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin is list:
+        return f"list of {_type_name(args[0])}s"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(arg) for arg in args)
+    return {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}[annotation]

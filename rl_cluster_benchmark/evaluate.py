@@ -1,0 +1,264 @@
+"""Play whole episodes with a trained agent and say how well it did."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from rl_cluster_benchmark import config_files as configs
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.analysis.published import normalized_score
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.envs import Levels, VectorEnv, make_env
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.execution.sequential import load_weights
+from rl_cluster_benchmark.models import make_model
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
+from rl_cluster_benchmark.run.files import write_json
+from rl_cluster_benchmark.seeding import stream
+from rl_cluster_benchmark.video import Screen, open_screen
+
+Policy = Callable[[NDArray], NDArray[np.float32]]
+"""Observations [B, ...] -> action logits [B, A]."""
+
+MAX_ENVS = 128
+EVALUATION = 2**31  # the incarnation of environments that are evaluated on: no training run has it
+LEVEL_NAMES = {"train": "the training levels", "test": "levels never trained on", "all": "all levels"}
+
+
+@dataclass(frozen=True)
+class Result:
+    mean_reward: float
+    std_reward: float
+    min_reward: float
+    max_reward: float
+    mean_length: float
+    std_length: float
+    num_episodes: int
+    ci95: tuple[float, float]  # of the mean reward
+    normalized_score: float | None
+    levels: str
+    seed: int
+    deterministic: bool
+    env: str
+
+
+def evaluate_checkpoint(
+    checkpoint_file: str | None,
+    *,
+    overrides: Mapping[str, object],
+    algorithm: str | None,
+    num_episodes: int,
+    deterministic: bool,
+    seed: int,
+    levels: Levels,
+    num_threads: int | None,
+    json_file: str | None,
+    video: str | None,
+    render: bool,
+) -> int:
+    """`rlcb evaluate`: print the results of a checkpoint; returns the exit status."""
+    screen = open_screen(video, render)
+    path = Path(checkpoint_file) if checkpoint_file else _newest_checkpoint()
+    state = checkpoint.load(path)
+    config = _config_of(state, overrides, algorithm, num_threads)
+    name = ALGORITHM_NAMES[config.algorithm]
+    if config.env.game is None:
+        levels = "all"
+    print("\n".join(_header(name, config, state, path, levels)), flush=True)
+    result = evaluate(
+        config, state, num_episodes=num_episodes, deterministic=deterministic, levels=levels, seed=seed, screen=screen
+    )
+    print("\n".join(block(f"{name} Evaluation Results", result)))
+    if json_file:
+        write_json(Path(json_file), asdict(result))
+        print(f"Saved {json_file}")
+    if screen is not None:
+        screen.close()
+    return 0
+
+
+def evaluate(
+    config: Config,
+    state: dict[str, Any] | None,
+    *,
+    num_episodes: int,
+    deterministic: bool = False,
+    levels: Levels = "test",
+    seed: int = 0,
+    screen: Screen | None = None,
+) -> Result:
+    """The agent of a checkpoint's state, or with None a policy that picks actions at random."""
+    plan = hardware.plan(config)
+    num_envs = min(num_episodes, MAX_ENVS)
+    env_config = config.env.model_copy(update={"seed": seed})
+    env = make_env(
+        env_config,
+        range(num_envs),
+        num_threads=plan.num_threads,
+        levels=levels,
+        incarnation=EVALUATION,
+    )
+    policy = random_policy(env) if state is None else trained_policy(config, state, env, hardware.dtype(plan.precision))
+    rewards, lengths = play(policy, env, num_episodes, seed=seed, deterministic=deterministic, screen=screen)
+    mean = float(rewards.mean())
+    return Result(
+        mean_reward=mean,
+        std_reward=float(rewards.std()),
+        min_reward=float(rewards.min()),
+        max_reward=float(rewards.max()),
+        mean_length=float(lengths.mean()),
+        std_length=float(lengths.std()),
+        num_episodes=num_episodes,
+        ci95=confidence_interval(rewards),
+        normalized_score=normalized_score(config.env, mean),
+        levels=levels,
+        seed=seed,
+        deterministic=deterministic,
+        env=config.env.name,
+    )
+
+
+def trained_policy(config: Config, state: dict[str, Any], env: VectorEnv, precision: torch.dtype) -> Policy:
+    _check_fits(state, env, config)
+    model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision)
+    load_weights(model, state)
+
+    @torch.inference_mode()
+    def policy(observations: NDArray) -> NDArray[np.float32]:
+        logits, _ = model(torch.from_numpy(observations).to(config.hardware.device))
+        return logits.cpu().numpy()
+
+    return policy
+
+
+def random_policy(env: VectorEnv) -> Policy:
+    return lambda observations: np.zeros((len(observations), env.num_actions), dtype=np.float32)
+
+
+def play(
+    policy: Policy,
+    env: VectorEnv,
+    num_episodes: int,
+    *,
+    seed: int,
+    deterministic: bool,
+    screen: Screen | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """(rewards, lengths) of exactly `num_episodes` episodes.
+
+    Each environment plays a number of episodes fixed beforehand. Taking the first that end would favour short ones.
+    """
+    noise = stream(seed, "evaluate")
+    to_play = np.full(env.num_envs, num_episodes // env.num_envs)
+    to_play[: num_episodes % env.num_envs] += 1
+    reward, length = np.zeros(env.num_envs), np.zeros(env.num_envs, dtype=int)
+    just_ended = np.zeros(env.num_envs, dtype=bool)
+    rewards: list[float] = []
+    lengths: list[int] = []
+    observations = env.reset()
+    with tqdm(total=num_episodes, desc="Evaluating", disable=None, file=sys.stderr) as bar:
+        while to_play.any():
+            if screen is not None:
+                screen(observations)
+            playing = np.flatnonzero((to_play > 0) & ~just_ended)
+            actions = np.zeros(env.num_envs, dtype=np.int32)
+            gumbel = -np.log(noise.standard_exponential((env.num_envs, env.num_actions)))
+            if len(playing):
+                logits = policy(observations[playing])
+                actions[playing] = (logits if deterministic else logits + gumbel[playing]).argmax(-1)
+            observations, step_rewards, terminated, truncated = env.step(actions)
+            reward[playing] += step_rewards[playing]
+            length[playing] += 1
+            just_ended = terminated | truncated
+            for i in np.flatnonzero(just_ended & (to_play > 0)):
+                rewards.append(float(reward[i]))
+                lengths.append(int(length[i]))
+                reward[i], length[i] = 0.0, 0
+                to_play[i] -= 1
+                bar.update()
+    return np.array(rewards), np.array(lengths)
+
+
+def confidence_interval(samples: NDArray[np.float64], resamples: int = 10_000) -> tuple[float, float]:
+    """95% bootstrap interval of the mean."""
+    generator = np.random.default_rng(0)
+    means = generator.choice(samples, size=(resamples, len(samples))).mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def block(title: str, result: Result) -> list[str]:
+    line = "=" * 60
+    rows = [
+        "",
+        line,
+        title,
+        line,
+        f"Episodes: {result.num_episodes}",
+        f"Levels: {LEVEL_NAMES[result.levels]}",
+        f"Mean Reward: {result.mean_reward:.2f} ± {result.std_reward:.2f}",
+        f"95% Interval of the Mean: {result.ci95[0]:.2f} to {result.ci95[1]:.2f}",
+        f"Min/Max Reward: {result.min_reward:.2f} / {result.max_reward:.2f}",
+        f"Mean Episode Length: {result.mean_length:.2f} ± {result.std_length:.2f}",
+    ]
+    if result.normalized_score is not None:
+        rows.append(f"Normalized Score: {result.normalized_score:.3f}")
+    return [*rows, line]
+
+
+def _header(name: str, config: Config, state: dict[str, Any], path: Path, levels: Levels) -> list[str]:
+    line, shape = "=" * 60, state["observation_shape"]
+    return [
+        line,
+        f"Evaluating {name} Agent",
+        line,
+        f"Environment: {config.env.name}",
+        f"Levels: {LEVEL_NAMES[levels]}",
+        f"Observation shape: {tuple([shape[-1], *shape[:-1]] if len(shape) == 3 else shape)}",
+        f"Number of actions: {state['num_actions']}",
+        f"Device: {config.hardware.device}",
+        f"Checkpoint: {path}",
+        f"Algorithm: {name}",
+        "-" * 60,
+        f"✓ Loaded checkpoint from: {path} ({state['progress']['steps']:,} steps)",
+        "",
+    ]
+
+
+def _config_of(
+    state: dict[str, Any], overrides: Mapping[str, object], algorithm: str | None, num_threads: int | None
+) -> Config:
+    data = dict(state["config"])
+    if algorithm is not None and algorithm.lower() != data["algorithm"]:
+        raise UserError(f"The checkpoint was trained with {data['algorithm']}, not {algorithm}; leave --algorithm out.")
+    changes: dict[str, object] = {"hardware.num_threads": num_threads, **overrides}
+    if data["hardware"]["device"] != "cpu" and not torch.cuda.is_available():
+        changes.setdefault("hardware.device", "cpu")
+    return configs.build(data, changes, source="checkpoint")
+
+
+def _check_fits(state: dict[str, Any], env: VectorEnv, config: Config) -> None:
+    if list(env.observation_shape) != list(state["observation_shape"]) or env.num_actions != state["num_actions"]:
+        raise UserError(
+            f"The agent expects observations {tuple(state['observation_shape'])} and {state['num_actions']} actions, "
+            f"but {config.env.name} has {env.observation_shape} and {env.num_actions}; it was trained on "
+            f"{state['config']['env']['name']}."
+        )
+
+
+def _newest_checkpoint() -> Path:
+    places = ("checkpoints", "runs", "benchmarks")
+    found = [file for place in places for file in Path(place).rglob("*.pt") if file.is_file()]
+    if not found:
+        raise UserError("No checkpoint under ./checkpoints, ./runs or ./benchmarks; give one with --checkpoint.")
+    return max(found, key=lambda file: file.stat().st_mtime)

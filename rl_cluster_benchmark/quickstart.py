@@ -1,0 +1,59 @@
+"""`rlcb quickstart`: a first look at everything, in about two minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_cluster_benchmark.analysis.plots import plot_metrics
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.evaluate import Result, evaluate
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.training import train
+
+EPISODES = 100
+
+
+def quickstart(config: Config, signals: Signals) -> int:
+    directory = RunDirectory.of(config)
+    status = train(config, signals, overwrite=True)
+    if status != 0:
+        return status
+    signals.restore()
+    state = checkpoint.load(directory.final_checkpoint())
+    print(f"\nPlaying {EPISODES} episodes each on {config.env.num_levels} training levels and on unseen levels ...")
+    agents = {"trained agent": state, "random policy": None}
+    results = {
+        (name, levels): evaluate(config, agent, num_episodes=EPISODES, levels=levels)
+        for name, agent in agents.items()
+        for levels in ("train", "test")
+    }
+    print("\n".join(_table(list(agents), results)))
+    picture = plot_metrics(directory.metrics_log, directory.root / "learning_curve.png")
+    print("\n".join(_what_next(config, directory, picture)))
+    return 0
+
+
+def _table(agents: list[str], results: dict[tuple[str, str], Result]) -> list[str]:
+    def cell(result: Result) -> str:
+        return f"{result.mean_reward:5.2f} ({result.ci95[0]:.2f} to {result.ci95[1]:.2f})"
+
+    rows = [f"{name:<16}{cell(results[name, 'train']):<24}{cell(results[name, 'test'])}" for name in agents]
+    head = f"{'Mean reward':<16}{'training levels (95%)':<24}unseen levels (95%)"
+    return ["", head, "-" * 64, *rows]
+
+
+def _what_next(config: Config, directory: RunDirectory, picture: Path) -> list[str]:
+    return [
+        "",
+        f"Learning curve:  {picture}",
+        f"Summary:         {directory.summary}",
+        f"Trained agent:   {directory.final_checkpoint()}",
+        "",
+        "A minute is enough to see it learn, not to play well. Next:",
+        "  venv/bin/rlcb train --env coinrun --duration 1 --output-dir runs/coinrun     train for an hour",
+        f"  venv/bin/rlcb evaluate --checkpoint {directory.final_checkpoint()} --video agent.gif",
+        f"  venv/bin/tensorboard --logdir {directory.root / 'logs'}",
+        "  venv/bin/rlcb --help",
+    ]

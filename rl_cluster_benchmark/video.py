@@ -1,0 +1,129 @@
+"""Episodes to look at: recorded side by side as GIF or MP4, or live in a window."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_cluster_benchmark.errors import UserError
+
+MAX_TILES = 9
+MAX_FRAMES = 1000
+SCALE = 3
+FRAMES_PER_SECOND = 15
+
+
+class Screen(Protocol):
+    def __call__(self, observations: NDArray) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_screen(video: str | None, render: bool) -> Screen | None:
+    """Where evaluated frames go, checked before any episode is played."""
+    if video is not None and render:
+        raise UserError("Give either --video or --render, not both.")
+    if video is not None:
+        return Recorder(Path(video))
+    return Window() if render else None
+
+
+class Recorder:
+    """Keeps the frames of the first environments; writes them when closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.frames: list[NDArray] = []
+        if path.suffix not in (".gif", ".mp4"):
+            raise UserError(f"--video {path}: the name must end in .gif or .mp4.")
+        if not path.parent.is_dir():
+            raise UserError(f"--video {path}: the folder {path.parent} does not exist.")
+        if path.suffix == ".mp4":
+            _ffmpeg()
+
+    def __call__(self, observations: NDArray) -> None:
+        if len(self.frames) < MAX_FRAMES:
+            self.frames.append(tile(observations))
+
+    def close(self) -> None:
+        try:
+            if self.path.suffix == ".gif":
+                self._write_gif()
+            else:
+                self._write_mp4()
+        except OSError as error:
+            raise UserError(f"Cannot write {self.path} ({error.strerror or error}).") from None
+        print(f"Saved {self.path} ({len(self.frames)} frames)")
+
+    def _write_gif(self) -> None:
+        from PIL import Image
+
+        first, *rest = (Image.fromarray(frame) for frame in self.frames)
+        first.save(self.path, save_all=True, append_images=rest, duration=1000 // FRAMES_PER_SECOND, loop=0)
+
+    def _write_mp4(self) -> None:
+        height, width, _ = self.frames[0].shape
+        writer = _ffmpeg().write_frames(str(self.path), (width, height), fps=FRAMES_PER_SECOND, macro_block_size=2)
+        writer.send(None)
+        for frame in self.frames:
+            writer.send(np.ascontiguousarray(frame))
+        writer.close()
+
+
+class Window:
+    def __init__(self) -> None:
+        if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+            raise UserError("--render needs a display and there is none; record with --video FILE.gif instead.")
+        import matplotlib
+
+        try:
+            matplotlib.use("TkAgg")
+            import matplotlib.pyplot as plt
+
+            self._figure, self._axis = plt.subplots(num="rlcb evaluate")
+        except Exception as error:
+            raise UserError(f"--render cannot open a window ({error}); record with --video FILE.gif instead.") from None
+        self._axis.axis("off")
+        self._image = None
+        self._plt = plt
+
+    def __call__(self, observations: NDArray) -> None:
+        frame = tile(observations)
+        if self._image is None:
+            self._image = self._axis.imshow(frame)  # type: ignore[assignment]
+            self._plt.show(block=False)
+        else:
+            self._image.set_data(frame)
+        self._plt.pause(1 / FRAMES_PER_SECOND)
+
+    def close(self) -> None:
+        self._plt.close(self._figure)
+
+
+def tile(observations: NDArray) -> NDArray:
+    """Images [N, H, W, 3] of the first environments side by side, enlarged."""
+    if observations.ndim != 4 or observations.dtype != np.uint8:
+        raise UserError("Only games with images can be recorded or shown; CartPole-v1 and Catch-v0 have none.")
+    shown = observations[:MAX_TILES]
+    columns = math.ceil(math.sqrt(len(shown)))
+    rows = math.ceil(len(shown) / columns)
+    _, height, width, channels = shown.shape
+    grid = np.zeros((rows * columns, height, width, channels), dtype=np.uint8)
+    grid[: len(shown)] = shown
+    image = (
+        grid.reshape(rows, columns, height, width, channels).swapaxes(1, 2).reshape(rows * height, columns * width, -1)
+    )
+    return image.repeat(SCALE, axis=0).repeat(SCALE, axis=1)
+
+
+def _ffmpeg():  # type: ignore[no-untyped-def]
+    try:
+        import imageio_ffmpeg
+    except ImportError:
+        raise UserError("Writing .mp4 needs imageio-ffmpeg: pip install imageio-ffmpeg; or write a .gif.") from None
+    return imageio_ffmpeg
