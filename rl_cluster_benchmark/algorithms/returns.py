@@ -25,7 +25,7 @@ def gae(
     assert last_values.shape == rewards.shape[1:]
     next_values = torch.cat([values[1:], last_values.unsqueeze(0)])  # [T, N]
     deltas = rewards + gamma * next_values * ~terminated - values
-    decay = gamma * gae_lambda * ~(terminated | truncated)
+    decay = gamma * gae_lambda * (~(terminated | truncated)).to(rewards.dtype)
     advantages = torch.empty_like(rewards)
     running = torch.zeros_like(last_values)
     for t in range(len(rewards) - 1, -1, -1):

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 PANELS: list[tuple[str, str, dict[str, str]]] = [
     ("Episode reward", "mean of 100 episodes", {"charts/episodic_return": "this run"}),
     ("Speed", "environment steps / s", {"charts/SPS": "FPS"}),
-    ("Losses", "loss", {"losses/policy_loss": "policy", "losses/value_loss": "value"}),
+    ("Policy loss", "", {"losses/policy_loss": "policy"}),
+    ("Value loss", "", {"losses/value_loss": "value"}),
     ("Entropy", "nats", {"losses/entropy": "entropy"}),
     ("Update size", "", {"losses/approx_kl": "approximate KL", "losses/clipfrac": "clip fraction"}),
+    ("Explained variance", "", {"losses/explained_variance": "explained variance"}),
     ("Memory", "GB", {"system/memory_gb": "memory"}),
 ]
 
@@ -37,8 +39,9 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure, axes = plt.subplots(2, 3, figsize=(14, 7), constrained_layout=True)
+    figure, axes = plt.subplots(2, 4, figsize=(17, 7), constrained_layout=True)
     for axis, (title, label, names) in zip(axes.flat, PANELS, strict=True):
         for name, legend in names.items():
             points = [(line["step"], line[name]) for line in lines if name in line]
@@ -48,10 +51,12 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
         axis.set_xlim(left=0)
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 2M
         if len(names) > 1:
             axis.legend(frameon=False)
     axes[0, 1].set_ylim(bottom=0)
-    axes[1, 2].set_ylim(bottom=0)
+    axes[1, 3].set_ylim(bottom=0)
     env = _env_of(log_file)
     if env is not None:
         figure.suptitle(f"{env.name}, seed {env.seed}")

@@ -1,0 +1,60 @@
+# The two commands to start with: make quickstart, make test.
+# Everything runs in the virtual environment venv/, which is made once and again when requirements change.
+
+PYTHON ?= python3
+BIN := venv/bin
+OUT ?= benchmarks
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint setup doctor train train-timed evaluate evaluate-ppo tensorboard docs bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evaluate it, draw its curve
+	$(BIN)/rlcb quickstart $(ARGS)
+
+test: lint ## set up and run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv/.installed ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: venv/.installed ## make venv/ and install everything into it
+
+venv/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; set PYTHON=python3.11")'
+	$(PYTHON) -m venv venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+doctor: venv/.installed ## check that this machine can train
+	$(BIN)/rlcb doctor
+
+train: venv/.installed ## train PPO in one process
+	$(BIN)/python train_ppo_sequential.py $(ARGS)
+
+train-timed: venv/.installed ## the same for an hour
+	$(BIN)/python train_timed.py --duration 1.0 --output-dir $(OUT)/sequential_1h $(ARGS)
+
+evaluate: venv/.installed ## evaluate the newest checkpoint
+	$(BIN)/python evaluate.py --deterministic $(ARGS)
+
+evaluate-ppo: venv/.installed ## evaluate the newest PPO checkpoint
+	$(BIN)/python evaluate_universal.py --algorithm ppo --deterministic $(ARGS)
+
+tensorboard: venv/.installed ## show the logs of all runs at http://localhost:6006
+	$(BIN)/tensorboard --logdir_spec logs:logs,runs:runs,benchmarks:$(OUT)
+
+docs: venv/.installed ## write docs/configuration.md anew from the config model
+	$(BIN)/rlcb config --markdown > docs/configuration.md
+
+bench: venv/.installed ## measure what the memory layout brings on this machine
+	$(BIN)/python bench/memory_format.py $(ARGS)
+
+clean: ## remove venv/ and caches; runs stay
+	rm -rf venv .pytest_cache .mypy_cache .ruff_cache build dist

@@ -1,0 +1,8 @@
+#!/usr/bin/env python3
+"""Check the installation: rlcb doctor."""
+
+import sys
+
+from rl_cluster_benchmark.cli import main
+
+sys.exit(main(["doctor", *sys.argv[1:]]))

@@ -1,0 +1,93 @@
+"""Shared by the tests: running commands as a person would, and a scripted environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_cluster_benchmark.envs import Step
+
+ROOT = Path(__file__).parent.parent
+
+
+def rlcb(*args: object, cwd: Path | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run `rlcb` in its own process."""
+    call = [sys.executable, "-m", "rl_cluster_benchmark", *map(str, args)]
+    return subprocess.run(
+        call, cwd=cwd or ROOT, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+# A run that takes a second: 16 environments of a toy game, updates of 512 steps.
+TINY = (
+    "--env", "Catch-v0", "--num-envs", 16, "--batch-size", 128, "--set", "training.n_steps=32",
+    "--num-threads", 1,
+)  # fmt: skip
+
+
+def tiny_run(output: Path, *args: object, timesteps: int = 4000) -> subprocess.CompletedProcess[str]:
+    return rlcb("train", *TINY, "--total-timesteps", timesteps, "--output-dir", output, *args)
+
+
+def read_metrics(output: Path, label: str = "PPO_Sequential") -> list[dict[str, Any]]:
+    lines = (output / "logs" / label / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+class ScriptedEnv:
+    """Environments that play fixed episodes, one after the other, with EnvPool's reset on the next step.
+
+    An episode is a list of rewards and how it ends: "terminated" or "truncated". An observation is
+    [environment, episode, step]; the true last frame of an episode has step = its length.
+    """
+
+    num_actions = 3
+    observation_shape = (3,)
+    observation_dtype = np.dtype(np.float32)
+
+    def __init__(self, scripts: list[list[tuple[list[float], str]]]) -> None:
+        self.scripts = scripts
+        self.num_envs = len(scripts)
+        self.episode = [0] * self.num_envs
+        self.time = [0] * self.num_envs
+        self.ended = [False] * self.num_envs
+
+    def reset(self) -> np.ndarray:
+        return self._observations()
+
+    def step(self, actions: np.ndarray) -> Step:
+        rewards, terminated, truncated = (np.zeros(self.num_envs, dtype) for dtype in (np.float32, bool, bool))
+        for i, script in enumerate(self.scripts):
+            if self.ended[i]:  # the action is ignored; this is the reset
+                self.episode[i], self.time[i], self.ended[i] = self.episode[i] + 1, 0, False
+                continue
+            episode_rewards, how = script[self.episode[i] % len(script)]
+            rewards[i] = episode_rewards[self.time[i]]
+            self.time[i] += 1
+            if self.time[i] == len(episode_rewards):
+                self.ended[i] = True
+                terminated[i], truncated[i] = how == "terminated", how == "truncated"
+        return Step(self._observations(), rewards, terminated, truncated)
+
+    def _observations(self) -> np.ndarray:
+        return np.array([[i, self.episode[i], self.time[i]] for i in range(self.num_envs)], dtype=np.float32)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished tiny run, not to be changed."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    done = tiny_run(output, "--set", "training.save_interval=2")
+    assert done.returncode == 0, done.stderr
+    return output

@@ -1,0 +1,237 @@
+"""PPO's loss and update against plain definitions."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import ScriptedEnv
+
+from rl_cluster_benchmark.algorithms.learner import Learner, alone
+from rl_cluster_benchmark.algorithms.optimizers import Adam
+from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.models import make_model
+from rl_cluster_benchmark.rollout import Collector
+from rl_cluster_benchmark.timing import PhaseClock
+
+SCRIPTS = [[([1.0, -2.0, 3.0], "terminated"), ([5.0, 0.0], "truncated")], [([0.0, 4.0, 0.0], "truncated")]] * 4
+
+
+def never():
+    return False
+
+
+def make(micro_batch=64, **training):
+    config = Config.model_validate(
+        {"env": {"name": "CartPole-v1", "num_envs": 8}, "training": {"n_steps": 16, "batch_size": 32} | training}
+    )
+    torch.manual_seed(1)
+    env = ScriptedEnv(SCRIPTS)
+    model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
+    ppo = PPO(config, model, env_ids=range(8), micro_batch=micro_batch, reduce=alone)
+    collecting = Collector(env, model, n_steps=16, env_ids=range(8), seed=0, device="cpu", clock=PhaseClock())
+    return ppo, collecting.collect(0, never)
+
+
+def test_losses_one_sample_at_a_time():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 4, generator=generator)
+    values, old_values, advantages, returns = torch.randn(4, 20, generator=generator)
+    actions = torch.randint(4, (20,), generator=generator)
+    old_log_probs = torch.randn(20, generator=generator) - 1
+    losses = ppo_losses(
+        logits=logits,
+        values=values,
+        actions=actions,
+        old_log_probs=old_log_probs,
+        old_values=old_values,
+        advantages=advantages,
+        returns=returns,
+        clip_range=0.2,
+        clip_value_loss=True,
+    )
+    for i in range(20):
+        probabilities = logits[i].softmax(0)
+        ratio = float(probabilities[actions[i]] / old_log_probs[i].exp())
+        clipped = min(max(ratio, 0.8), 1.2)
+        advantage, value, old_value, target = (float(x[i]) for x in (advantages, values, old_values, returns))
+        assert float(losses.policy[i]) == pytest.approx(-min(ratio * advantage, clipped * advantage), rel=1e-4)
+        near = old_value + min(max(value - old_value, -0.2), 0.2)
+        assert float(losses.value[i]) == pytest.approx(
+            0.5 * max((value - target) ** 2, (near - target) ** 2), rel=1e-4
+        )
+        assert float(losses.entropy[i]) == pytest.approx(-float((probabilities * probabilities.log()).sum()), rel=1e-4)
+        assert float(losses.approx_kl[i]) == pytest.approx(ratio - 1 - np.log(ratio), abs=1e-4)
+        assert float(losses.clipped[i]) == float(abs(ratio - 1) > 0.2)
+
+
+@pytest.mark.parametrize("training", [{}, {"normalize_advantage": False, "clip_value_loss": False}])
+def test_micro_batches_do_not_change_the_update(training):
+    parameters = []
+    for micro_batch in (1000, 7):
+        ppo, rollout = make(micro_batch, **training)
+        losses = ppo.update(rollout, index=0, progress=0.0, interrupted=never)
+        parameters.append((ppo.learner.flat.clone(), losses))
+    torch.testing.assert_close(parameters[0][0], parameters[1][0], atol=1e-6, rtol=1e-5)
+    assert parameters[0][1] == pytest.approx(parameters[1][1], rel=1e-4, abs=1e-6)
+
+
+def test_masked_slots_change_nothing():
+    first, rollout = make()
+    second, changed = make()
+    assert not bool(changed.valid.all())
+    changed.actions[~changed.valid] = 2
+    changed.log_probs[~changed.valid] = -5.0
+    changed.observations[~changed.valid] += 100.0
+    for ppo, experience in ((first, rollout), (second, changed)):
+        ppo.update(experience, index=0, progress=0.0, interrupted=never)
+    torch.testing.assert_close(first.learner.flat, second.learner.flat, atol=1e-7, rtol=0)
+
+
+def test_one_epoch_one_minibatch_is_the_policy_gradient():
+    """At ratio 1 the clipped objective has A2C's gradient."""
+    ppo, rollout = make(n_epochs=1, batch_size=128, normalize_advantage=False, normalize_reward=False, ent_coef=0.0)
+    gradients = []
+
+    def remember(tensor):
+        if tensor.dim() == 1 and len(tensor) > 100:
+            gradients.append(tensor[: len(ppo.learner.flat)].clone())
+        return tensor
+
+    from rl_cluster_benchmark.algorithms.returns import gae
+
+    advantages, returns = gae(
+        rewards=rollout.rewards,
+        values=rollout.values,
+        last_values=rollout.last_values,
+        terminated=rollout.terminated,
+        truncated=rollout.truncated,
+        gamma=0.999,
+        gae_lambda=0.95,
+    )
+    logits, values = ppo.model(rollout.observations.flatten(0, 1))
+    log_probs = logits.log_softmax(-1).gather(-1, rollout.actions.flatten().unsqueeze(-1)).squeeze(-1)
+    loss = -log_probs * advantages.flatten() + 0.5 * 0.5 * (values - returns.flatten()).square()
+    ppo.learner.zero_grad()
+    loss[rollout.valid.flatten()].mean().backward()
+    expected = ppo.learner.grad.clone()
+    ppo.learner.reduce = remember
+    ppo.update(rollout, index=0, progress=0.0, interrupted=never)
+    torch.testing.assert_close(gradients[0], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_minibatches_partition_the_rollout_and_draw_evenly_from_every_environment():
+    ppo, _ = make()
+    minibatches = list(ppo._minibatches(3, 1))
+    assert [len(rows) for rows in minibatches] == [32, 32, 32, 32]
+    assert sorted(torch.cat(minibatches).tolist()) == list(range(128))
+    for rows in minibatches:
+        assert torch.bincount(rows % 8).tolist() == [4] * 8
+    assert not torch.equal(minibatches[0], next(iter(ppo._minibatches(3, 2))))
+
+
+def test_minibatches_do_not_depend_on_the_number_of_workers():
+    whole, _ = make()
+    parts = []
+    for ids in (range(4), range(4, 8)):
+        half, _ = make()
+        half.env_ids = ids
+        parts.append([(rows // 4, rows % 4 + ids[0]) for rows in half._minibatches(0, 0)])
+    for number, rows in enumerate(whole._minibatches(0, 0)):
+        together = {(int(t), int(n)) for part in parts for t, n in zip(*part[number], strict=True)}
+        assert together == {(int(row) // 8, int(row) % 8) for row in rows}
+
+
+def test_annealing_and_target_kl():
+    ppo, rollout = make(anneal_lr=True, learning_rate=0.01)
+    assert ppo.update(rollout, index=0, progress=0.75, interrupted=never)["learning_rate"] == pytest.approx(0.0025)
+    steps = []
+    for target in (None, 1e-9):
+        ppo, rollout = make(target_kl=target, n_epochs=4)
+        ppo.update(rollout, index=0, progress=0.0, interrupted=never)
+        steps.append(int(ppo.learner.optimizer.steps))
+    assert steps == [16, 4], "four epochs of four minibatches, or one epoch once the KL is over its target"
+
+
+def test_interrupted_it_ends_after_the_minibatch_in_hand():
+    ppo, rollout = make()
+    ppo.update(rollout, index=0, progress=0.0, interrupted=lambda: True)
+    assert int(ppo.learner.optimizer.steps) == 1
+
+
+def test_nan_stops_before_it_reaches_the_parameters():
+    ppo, rollout = make(normalize_reward=False)
+    rollout.rewards[0, 0] = float("nan")
+    with pytest.raises(TrainingFailedError, match="NaN or infinite in update 7"):
+        ppo.update(rollout, index=7, progress=0.0, interrupted=never)
+    assert bool(ppo.learner.flat.isfinite().all())
+
+
+def test_explained_variance():
+    ppo, _ = make()
+    returns = torch.tensor([1.0, 2.0, 3.0, 100.0])
+    valid = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    assert ppo._explained_variance(returns + 5, returns, valid) == pytest.approx(1.0)
+    assert ppo._explained_variance(torch.zeros(4), returns, valid) == pytest.approx(0.0)
+
+
+def test_flat_adam_is_torchs_adam():
+    torch.manual_seed(0)
+    parameters = torch.randn(1000)
+    reference = parameters.clone().requires_grad_()
+    torchs = torch.optim.Adam([reference], lr=1e-2, eps=1e-5)
+    gradient = torch.zeros(1000)
+    ours = Adam(parameters, gradient, eps=1e-5)
+    for _ in range(20):
+        gradient.copy_(torch.randn(1000))
+        reference.grad = gradient.clone()
+        torchs.step()
+        ours.step(1e-2)
+    torch.testing.assert_close(parameters, reference.detach())
+
+
+@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
+def test_the_learner_clips_and_steps_like_torch(memory_format):
+    config = Config.model_validate({"hardware": {"memory_format": memory_format}, "model": {"channels": [4, 8]}})
+
+    def model():
+        torch.manual_seed(0)
+        return make_model(config.model, (16, 16, 3), 5, config.hardware, torch.float32)
+
+    images = torch.randint(255, (6, 16, 16, 3), dtype=torch.uint8)
+    ours, reference = model(), model()
+    learner = Learner(ours, eps=1e-5, max_grad_norm=0.5, num_stats=2, reduce=alone)
+    torchs = torch.optim.Adam(reference.parameters(), lr=1e-2, eps=1e-5)
+    for _ in range(3):
+        learner.zero_grad()
+        torchs.zero_grad()
+        for network in (ours, reference):
+            logits, values = network(images)
+            (50 * logits.square().sum() + values.sum()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        assert learner.step(1e-2) == pytest.approx(float(norm), rel=1e-4)
+        torchs.step()
+    for (name, mine), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_optimizer_state_survives_a_change_of_memory_format():
+    states = {}
+    images = torch.randint(255, (6, 16, 16, 3), dtype=torch.uint8)
+
+    def learner(memory_format):
+        config = Config.model_validate({"hardware": {"memory_format": memory_format}, "model": {"channels": [4, 8]}})
+        torch.manual_seed(0)
+        model = make_model(config.model, (16, 16, 3), 5, config.hardware, torch.float32)
+        return Learner(model, eps=1e-5, max_grad_norm=1.0, num_stats=0, reduce=alone)
+
+    first = learner("channels_last")
+    first.model(images)[1].sum().backward()
+    first.step(1e-2)
+    states = first.state_dict()
+    second = learner("contiguous")
+    second.load_state_dict(states)
+    for key, tensors in second.state_dict()["moments"].items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, states["moments"][key][name], rtol=0, atol=0, msg=name)
+    assert float(second.optimizer.steps) == 1.0

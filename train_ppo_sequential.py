@@ -1,0 +1,8 @@
+#!/usr/bin/env python3
+"""Train PPO in one process: rlcb train --algorithm ppo --mode sequential."""
+
+import sys
+
+from rl_cluster_benchmark.cli import main
+
+sys.exit(main(["train", "--algorithm", "ppo", "--mode", "sequential", *sys.argv[1:]]))
