@@ -59,10 +59,11 @@ class EnvPoolEnv:
                 num_threads=min(num_threads, len(seeds)),
                 **options,
             )
+            space = self._pool.observation_space
         self.num_envs = len(seeds)
         self.num_actions = int(self._pool.action_space.n)
-        self.observation_shape = tuple(self._pool.observation_space.shape)
-        self.observation_dtype = np.dtype(self._pool.observation_space.dtype)
+        self.observation_shape = tuple(space.shape)
+        self.observation_dtype = np.dtype(space.dtype)
 
     def reset(self) -> NDArray:
         observations, _ = self._pool.reset()

@@ -57,9 +57,7 @@ def test_losses_one_sample_at_a_time():
         advantage, value, old_value, target = (float(x[i]) for x in (advantages, values, old_values, returns))
         assert float(losses.policy[i]) == pytest.approx(-min(ratio * advantage, clipped * advantage), rel=1e-4)
         near = old_value + min(max(value - old_value, -0.2), 0.2)
-        assert float(losses.value[i]) == pytest.approx(
-            0.5 * max((value - target) ** 2, (near - target) ** 2), rel=1e-4
-        )
+        assert float(losses.value[i]) == pytest.approx(0.5 * max((value - target) ** 2, (near - target) ** 2), rel=1e-4)
         assert float(losses.entropy[i]) == pytest.approx(-float((probabilities * probabilities.log()).sum()), rel=1e-4)
         assert float(losses.approx_kl[i]) == pytest.approx(ratio - 1 - np.log(ratio), abs=1e-4)
         assert float(losses.clipped[i]) == float(abs(ratio - 1) > 0.2)
