@@ -98,9 +98,6 @@ class EnvConfig(Section):
     restrict_themes: bool = Field(False, description="Procgen: use a single theme where a game has several.")
     use_generated_assets: bool = Field(False, description="Procgen: use generated instead of drawn assets.")
     paint_vel_info: bool = Field(False, description="Procgen: paint the agent's velocity into the corner.")
-    max_episode_steps: Int | None = Field(
-        None, ge=1, description="Steps after which an episode is truncated; null is the game's own limit (mostly 1000)."
-    )
 
     @property
     def game(self) -> str | None:

@@ -87,13 +87,10 @@ def make_env(
     A resumed run passes another `incarnation`, so that it meets new levels instead of those it began with.
     """
     seeds = [integer_seed(config.seed, "env", env_id, incarnation) for env_id in env_ids]
-    options: dict[str, object] = {}
-    if config.max_episode_steps is not None:
-        options["max_episode_steps"] = config.max_episode_steps
     if config.game is None:
-        return EnvPoolEnv(config.name, seeds, num_threads, options)
+        return EnvPoolEnv(config.name, seeds, num_threads, {})
     start_level, num_levels = level_range(config, levels)
-    options |= {
+    options: dict[str, object] = {
         "channel_first": False,
         "num_levels": num_levels,
         "start_level": start_level,

@@ -56,19 +56,19 @@ def test_an_environment_depends_on_its_number_and_nothing_else():
 
 def test_after_the_end_comes_the_true_last_frame_and_then_a_new_level():
     """EnvPool's contract that rollout.py stands on: the frame that comes with the end belongs to the old level."""
-    env = make_env(EnvConfig(name="coinrun", max_episode_steps=20, num_levels=0), range(4), num_threads=1)
+    env = make_env(EnvConfig(name="maze", num_levels=0), range(4), num_threads=1)
     env.reset()
     actions = np.zeros(4, dtype=np.int32)
     levels = []
-    for step in range(1, 23):
+    for step in range(1, 503):
         _, rewards, terminated, truncated, info = env._pool.step(actions)
         levels.append(info["level_seed"].copy())
-        assert (truncated == (step == 20)).all()
+        assert (truncated == (step == 500)).all(), "a maze's own limit"
         assert not terminated.any()
         assert not rewards.any()
-    assert (np.array(levels[:20]) == levels[0]).all()
-    assert (levels[20] != levels[19]).all()
-    assert (levels[21] == levels[20]).all()
+    assert (np.array(levels[:500]) == levels[0]).all()
+    assert (levels[500] != levels[499]).all()
+    assert (levels[501] == levels[500]).all()
 
 
 def test_levels():
