@@ -1,0 +1,69 @@
+"""What this process may use of the machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.config import Config
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A made-up machine: `set` gives it CPU flags and cores."""
+
+    def change(**changes):
+        fields = {**vars(hardware.detect.__wrapped__()), **changes}
+        monkeypatch.setattr(hardware, "detect", lambda: hardware.Machine(**fields))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [({"amx_bf16", "avx512_bf16"}, "bfloat16"), ({"avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")],
+)
+def test_precision_follows_the_cpu(machine, flags, precision):
+    machine(flags=frozenset(flags))
+    assert hardware.plan(Config()).precision == precision
+    set_by_hand = Config.model_validate({"hardware": {"precision": "float32"}})
+    assert hardware.plan(set_by_hand).precision == "float32"
+
+
+def test_plan(machine):
+    machine(usable_cores=4, allowed_cores=4)
+    plan = hardware.plan(Config())
+    assert (plan.num_threads, plan.micro_batch) == (4, 256)
+    many = hardware.plan(Config.model_validate({"hardware": {"num_threads": 9, "micro_batch": 32}}))
+    assert (many.num_threads, many.micro_batch) == (9, 32)
+    assert "Warning: 9 threads on 4 cores" in "\n".join(many.lines(Config()))
+
+
+def test_affinity_limits_the_cores():
+    one = min(os.sched_getaffinity(0))
+    code = "from rl_cluster_benchmark import hardware; print(hardware.detect().usable_cores)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, {one}),
+    )  # fmt: skip
+    assert done.stdout.strip() == "1"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "memory"),
+    [
+        ({"cpu.max": "150000 100000", "memory.max": "1000"}, 1.5, 1000),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, None, None),
+        ({"cpu.cfs_quota_us": "200000", "cpu.cfs_period_us": "100000", "memory.limit_in_bytes": "5"}, 2.0, 5),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, None, None),
+    ],
+)
+def test_cgroup_limits(files, quota, memory, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "_cgroup_dirs", lambda controller: [tmp_path])
+    assert hardware._cgroup_cpu_quota() == quota
+    assert hardware._memory_limit() == (memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,313 @@
+"""A run on disk: its files, its end by signals, its resumption, its repeatability."""
+
+import itertools
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from conftest import ROOT, TINY, environment, read_metrics, rlcb, tiny_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rl_cluster_benchmark.run import checkpoint
+
+SUMMARY_KEYS = {
+    "algorithm", "mode", "env", "seed", "num_envs", "num_workers", "duration_hours", "total_timesteps",
+    "total_updates", "avg_fps", "final_fps", "peak_memory_gb", "initial_reward", "initial_reward_std",
+    "final_reward", "final_reward_std", "best_reward", "num_episodes", "phase_shares", "cpu_utilization",
+    "git_commit", "versions", "cpu_model",
+}  # fmt: skip
+TIMES = ("time", "charts/SPS", "time/", "system/")
+
+
+def without_times(lines):
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
+
+
+def start(output, *args, timesteps=10_000_000):
+    call = [sys.executable, "-m", "rl_cluster_benchmark", "train", *TINY, "--total-timesteps", timesteps]
+    return subprocess.Popen(
+        [str(part) for part in [*call, "--output-dir", output, *args]],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_updates(output, count, process):
+    deadline = time.monotonic() + 60
+    log = output / "logs" / "PPO_Sequential" / "metrics.jsonl"
+    while not log.exists() or log.read_text().count("\n") < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def updates(output):
+    return [line["update"] for line in read_metrics(output)]
+
+
+def test_files_of_a_finished_run(trained):
+    summary = json.loads((trained / "training_summary.json").read_text())
+    assert set(summary) >= SUMMARY_KEYS
+    assert summary == json.loads((trained / "benchmark_metrics.json").read_text())
+    assert (summary["algorithm"], summary["mode"], summary["state"]) == ("PPO", "sequential", "finished")
+    assert 4000 <= summary["total_timesteps"] < 4000 + 16 * 32
+    assert sum(summary["phase_shares"].values()) == pytest.approx(1.0)
+    assert set(summary["phase_shares"]) == {"env", "inference", "update", "other"}
+
+    lines = read_metrics(trained)
+    assert [line["update"] for line in lines] == list(range(1, summary["total_updates"] + 1))
+    assert lines[-1]["step"] == summary["total_timesteps"]
+    columns = json.loads((trained / "metrics.json").read_text())
+    assert columns["step"] == [line["step"] for line in lines]
+    assert columns["losses/entropy"] == [line["losses/entropy"] for line in lines]
+
+    kept = sorted(file.name for file in (trained / "checkpoints").iterdir())
+    assert len([name for name in kept if name.startswith("ppo_sequential_step_")]) == 3
+    assert "ppo_sequential_final.pt" in kept
+    config = yaml.safe_load((trained / "config.yaml").read_text())
+    assert (config["env"]["name"], config["training"]["gamma"]) == ("Catch-v0", 0.999)
+
+
+def test_tensorboard_has_the_same_scalars_over_steps(trained):
+    events = EventAccumulator(str(trained / "logs" / "PPO_Sequential"))
+    events.Reload()
+    names = {
+        "charts/episodic_return", "charts/episodic_length", "charts/SPS", "losses/policy_loss", "losses/value_loss",
+        "losses/entropy", "losses/approx_kl", "losses/clipfrac", "losses/explained_variance", "time/update",
+        "system/memory_gb",
+    }  # fmt: skip
+    assert names <= set(events.Tags()["scalars"])
+    points = [(event.step, event.value) for event in events.Scalars("losses/entropy")]
+    expected = [(line["step"], line["losses/entropy"]) for line in read_metrics(trained)]
+    assert points == [(step, pytest.approx(value)) for step, value in expected]
+
+
+def test_a_saved_config_repeats_the_run(trained, tmp_path):
+    again = tmp_path / "again"
+    done = rlcb("train", "--config", trained / "config.yaml", "--output-dir", again)
+    assert done.returncode == 0, done.stderr
+    assert without_times(read_metrics(again)) == without_times(read_metrics(trained))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_one_seed_one_result_on_procgen(precision, tmp_path):
+    runs = {}
+    for name, seed in (("first", 1), ("second", 1), ("other", 2)):
+        done = rlcb(
+            "train", "--env", "starpilot", "--num-envs", 8, "--batch-size", 64, "--total-timesteps", 500,
+            "--set", "training.n_steps=32", "--set", "model.channels=[4, 8]", "--num-threads", 2, "--seed", seed,
+            "--set", f"hardware.precision={precision}", "--output-dir", tmp_path / name,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        runs[name] = without_times(read_metrics(tmp_path / name))
+    assert runs["first"] == runs["second"]
+    assert runs["first"] != runs["other"]
+
+
+def test_the_output_of_a_run(tmp_path):
+    done = tiny_run(tmp_path / "run")
+    for text in (
+        "PPO Sequential Training",
+        "CPU: ",
+        "Threads: 1",
+        "Precision: float32",
+        "TRAINING SUMMARY",
+        "Average FPS",
+    ):
+        assert text in done.stdout, text
+    assert "Step: " in done.stdout, "plain lines when the output is not a terminal"
+    assert done.stderr == ""
+
+
+def test_duration_ends_a_run(tmp_path):
+    started = time.monotonic()
+    done = tiny_run(tmp_path / "run", "--duration", 3 / 3600, timesteps=100_000_000)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "training_summary.json").read_text())
+    assert summary["duration_hours"] * 3600 == pytest.approx(3, abs=0.5)
+    assert time.monotonic() - started < 30
+
+
+def test_a_directory_with_a_run_is_not_overwritten(trained, tmp_path):
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in trained.rglob("*.pt"))
+    done = tiny_run(trained)
+    assert done.returncode == 2
+    assert "already holds a run. Add --resume" in done.stderr
+    assert sorted((file.name, file.stat().st_mtime_ns) for file in trained.rglob("*.pt")) == before
+    assert tiny_run(tmp_path / "run", timesteps=1000).returncode == 0
+    done = tiny_run(tmp_path / "run", "--overwrite", "--seed", 9, timesteps=600)
+    assert done.returncode == 0
+    assert updates(tmp_path / "run") == [1, 2]
+
+
+def test_without_output_dir_the_documented_places_are_used(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_ppo_sequential.py", *map(str, TINY), "--total-timesteps", "600"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints" / "ppo_sequential" / "ppo_sequential_final.pt").is_file()
+    assert (tmp_path / "logs" / "PPO_Sequential" / "metrics.jsonl").is_file()
+    assert (tmp_path / "logs" / "PPO_Sequential" / "training_summary.json").is_file()
+
+
+def test_resume_goes_on_where_the_run_ended(tmp_path):
+    output = tmp_path / "run"
+    assert tiny_run(output, timesteps=2000).returncode == 0
+    first = json.loads((output / "training_summary.json").read_text())
+    early = read_metrics(output)
+    done = tiny_run(output, "--resume", timesteps=5000)
+    assert done.returncode == 0, done.stderr
+    assert f"Resumed from {output}/checkpoints/ppo_sequential_final.pt" in done.stdout
+    second = json.loads((output / "training_summary.json").read_text())
+    lines = read_metrics(output)
+    assert lines[: len(early)] == early
+    assert updates(output) == list(range(1, second["total_updates"] + 1))
+    assert all(a["step"] < b["step"] and a["time"] < b["time"] for a, b in itertools.pairwise(lines))
+    assert second["num_episodes"] > first["num_episodes"]
+    assert second["initial_reward"] == first["initial_reward"]
+    assert second["duration_hours"] > first["duration_hours"]
+
+
+def test_resume_loads_weights_optimiser_and_counters(tmp_path):
+    output = tmp_path / "run"
+    tiny_run(output, timesteps=2000)
+    before = checkpoint.load(output / "checkpoints" / "ppo_sequential_final.pt")
+    done = tiny_run(output, "--resume", timesteps=2000)  # nothing left to do
+    assert done.returncode == 0
+    after = checkpoint.load(output / "checkpoints" / "ppo_sequential_final.pt")
+    assert all((before["model"][name] == after["model"][name]).all() for name in before["model"])
+    assert after["algorithm"]["optimizer"]["steps"] == before["algorithm"]["optimizer"]["steps"] > 0
+    assert after["algorithm"]["reward_normalizer"] == before["algorithm"]["reward_normalizer"]
+    assert after["progress"]["random_state"] == before["progress"]["random_state"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_in_good_order(number, tmp_path):
+    output = tmp_path / "run"
+    process = start(output)
+    wait_for_updates(output, 5, process)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "finishing and saving" in text
+    assert f"State: interrupted (signal {int(number)})" in text
+    summary = json.loads((output / "training_summary.json").read_text())
+    assert summary["state"] == "interrupted"
+    done = tiny_run(output, "--resume", timesteps=summary["total_timesteps"] + 2000)
+    assert done.returncode == 0, done.stderr
+    count = json.loads((output / "training_summary.json").read_text())["total_updates"]
+    assert count > summary["total_updates"]
+    assert updates(output) == list(range(1, count + 1)), "no line lost, none twice"
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    output = tmp_path / "run"
+    # One update of these takes minutes.
+    process = start(output, "--set", "training.n_steps=4096", "--set", "training.n_epochs=100000")
+    time.sleep(1)
+    deadline = time.monotonic() + 60
+    while not (output / "config.yaml").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_killed_anywhere_nothing_is_lost_but_the_last_updates(tmp_path):
+    output = tmp_path / "run"
+    generator = random.Random(0)
+    saved = 0
+    for attempt in range(4):
+        process = start(output, "--resume", "--set", "training.save_interval=3")
+        wait_for_updates(output, saved + 4, process)
+        time.sleep(generator.random() * 0.3)
+        process.kill()
+        process.communicate()
+        (output / "checkpoints" / ".ppo_sequential_step_1.pt.tmp").write_bytes(b"half a checkpo")
+        # The crash may also have cut a line short.
+        if attempt == 2:
+            with open(output / "logs" / "PPO_Sequential" / "metrics.jsonl", "a") as log:
+                log.write('{"step": 12')
+        newest = max((output / "checkpoints").glob("ppo_*.pt"), key=lambda f: int(f.stem.split("_")[-1]))
+        saved = checkpoint.load(newest)["progress"]["updates"]
+    steps = checkpoint.load(newest)["progress"]["steps"]
+    done = tiny_run(output, "--resume", timesteps=steps + 2000)
+    assert done.returncode == 0, done.stderr
+    assert updates(output) == list(range(1, len(updates(output)) + 1))
+    assert not list((output / "checkpoints").glob(".*"))
+    events = EventAccumulator(str(output / "logs" / "PPO_Sequential"), size_guidance={"scalars": 0})
+    events.Reload()
+    points = [event.step for event in events.Scalars("losses/entropy")]
+    assert points == [line["step"] for line in read_metrics(output)], "TensorBoard shows each point once, too"
+
+
+def test_a_damaged_checkpoint_is_passed_over(trained, tmp_path):
+    output = tmp_path / "run"
+    subprocess.run(["cp", "-r", trained, output], check=True)
+    (output / "checkpoints" / "ppo_sequential_final.pt").unlink()
+    newest, before, _ = sorted(
+        (output / "checkpoints").glob("*_step_*.pt"), key=lambda f: int(f.stem.split("_")[-1]), reverse=True
+    )
+    newest.write_bytes(newest.read_bytes()[:5000])
+    done = tiny_run(output, "--resume", timesteps=6000)
+    assert done.returncode == 0, done.stderr
+    assert f"Checkpoint {newest} is damaged or cut short" in done.stdout
+    assert f"Resumed from {before}" in done.stdout
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path):
+    output = tmp_path / "run"
+    process = start(output)
+    try:
+        wait_for_updates(output, 1, process)
+        done = tiny_run(output, "--resume")
+        assert done.returncode == 2
+        assert "is in use by another run" in done.stderr
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_nan_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
+    output = tmp_path / "run"
+    assert tiny_run(output, timesteps=1000).returncode == 0
+    final = (output / "checkpoints" / "ppo_sequential_final.pt").read_bytes()
+    done = tiny_run(output, "--resume", "--learning-rate", "1e38", timesteps=4000)
+    assert done.returncode == 1
+    assert "became NaN or infinite" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (output / "checkpoints" / "ppo_sequential_final.pt").read_bytes() == final
+    assert json.loads((output / "training_summary.json").read_text())["state"] == "failed"
+
+
+def test_threads_stay_within_what_was_asked(tmp_path):
+    """CPU time over wall time is the number of busy threads."""
+    code = (
+        "import resource, sys, time\n"
+        "from rl_cluster_benchmark.cli import main\n"
+        "start = time.perf_counter()\n"
+        "main(sys.argv[1:])\n"
+        "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print('BUSY', (usage.ru_utime + usage.ru_stime) / (time.perf_counter() - start))\n"
+    )
+    output = tmp_path / "run"
+    train = ("train", "--env", "coinrun", "--num-envs", 8, "--batch-size", 128, "--total-timesteps", 1000)
+    evaluate = ("evaluate", "--checkpoint", output / "checkpoints" / "ppo_sequential_final.pt", "--num-episodes", 8)
+    for call in ((*train, "--output-dir", output), evaluate):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, call), "--num-threads", "1"],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout.rpartition("BUSY")[2]) < 1.2, call[0]
