@@ -5,4 +5,5 @@ import sys
 
 from rl_cluster_benchmark.cli import main
 
-sys.exit(main(["plot", *sys.argv[1:]]))
+if __name__ == "__main__":
+    sys.exit(main(["plot", *sys.argv[1:]]))

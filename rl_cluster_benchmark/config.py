@@ -162,7 +162,8 @@ class TrainingConfig(Section):
     normalize_reward: bool = Field(
         True, description="Divide training rewards by the running std of the discounted return; logs stay raw."
     )
-    adam_eps: Float = Field(1e-5, gt=0, description="Epsilon of Adam.")
+    optimizer: Literal["adam", "rmsprop"] = Field("adam", description="What turns gradients into steps.")
+    adam_eps: Float = Field(1e-5, gt=0, description="Epsilon of the optimiser.")
     log_interval: Int = Field(1, ge=1, description="Updates between two lines of metrics.")
     save_interval: Int = Field(100, ge=1, description="Updates between two checkpoints (see also checkpoint_minutes).")
 
@@ -183,7 +184,15 @@ class ParallelConfig(Section):
     """Parallel mode: worker processes on one machine (for IMPALA, its actors)."""
 
     num_workers: Int | None = Field(None, ge=1, description="Worker processes; null is one per physical core.")
-    num_envs_per_worker: Int = Field(8, ge=1, description="Environments of each worker.")
+    num_envs_per_worker: Int | None = Field(
+        None, ge=1, description="Environments of each worker; null shares env.num_envs among the workers."
+    )
+    reduce: Literal["shared_memory", "gloo"] = Field(
+        "shared_memory", description="How gradients are summed; gloo is torch.distributed, kept for comparison."
+    )
+    pin: Literal["auto", "always", "never"] = Field(
+        "auto", description="Pin each worker to a core; auto does when the run has all of the machine's cores."
+    )
 
 
 class ClusterConfig(Section):
@@ -204,7 +213,10 @@ class HardwareConfig(Section):
         "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, or cuda (sequential mode) where torch has it."
     )
     num_threads: Int | None = Field(
-        None, ge=1, description="Threads of torch, OpenMP, BLAS and the environments; null is one per physical core."
+        None,
+        ge=1,
+        description="Threads of torch, OpenMP, BLAS and the environments in each process; null is one per physical "
+        "core in sequential mode, and one in each worker.",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto is bfloat16 where the CPU multiplies it fast (AMX, or AVX512-BF16 measured faster)."
@@ -244,6 +256,15 @@ class Config(Section):
     hardware: HardwareConfig = Field(default_factory=HardwareConfig, description="")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="")
 
+    def with_workers(self, num_workers: int) -> Config:
+        """The same with the number of workers, and so of environments, filled in."""
+        data = self.model_dump()
+        data["parallel"]["num_workers"] = num_workers
+        per_worker = self.parallel.num_envs_per_worker
+        if per_worker is not None:
+            data["env"]["num_envs"] = num_workers * per_worker
+        return Config.model_validate(data)
+
     @property
     def rollout_size(self) -> int:
         return self.env.num_envs * self.training.n_steps
@@ -255,11 +276,20 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.algorithm == "ppo" and self.mode == "sequential" and self.rollout_size % self.batch_size:
+        workers, per_worker = self.parallel.num_workers, self.parallel.num_envs_per_worker
+        is_known = self.mode == "sequential" or (
+            workers is not None and per_worker in (None, self.env.num_envs / workers)
+        )
+        if self.algorithm == "ppo" and is_known and self.rollout_size % self.batch_size:
             raise ValueError(
                 f"training.batch_size = {self.training.batch_size} does not divide the rollout of "
                 f"{self.env.num_envs} envs x {self.training.n_steps} steps = {self.rollout_size}; "
                 f"sizes near it that do: {', '.join(map(str, _near_divisors(self.rollout_size, self.batch_size)))}"
+            )
+        if self.mode == "parallel" and is_known and workers is not None and self.env.num_envs < workers:
+            raise ValueError(
+                f"{self.env.num_envs} environments cannot be shared by {workers} workers; "
+                "set parallel.num_envs_per_worker or fewer parallel.num_workers"
             )
         if self.hardware.device != "cpu" and self.mode != "sequential":
             raise ValueError(f"hardware.device = {self.hardware.device} works in sequential mode only")

@@ -19,7 +19,7 @@ from rl_cluster_benchmark.analysis.published import normalized_score
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import Levels, VectorEnv, make_env
 from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.execution.sequential import load_weights
+from rl_cluster_benchmark.execution.loop import load_weights
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES

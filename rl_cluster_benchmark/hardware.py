@@ -32,6 +32,7 @@ class Machine:
     allowed_cores: int  # logical cores that affinity lets this process use
     cpu_quota: float | None  # cores' worth of time that the cgroup allows
     usable_cores: int  # physical cores that this process may keep busy
+    physical_cores: tuple[int, ...]  # one logical CPU of each physical core that affinity allows
     memory_bytes: int
     shm_bytes: int
 
@@ -46,8 +47,8 @@ class Machine:
 def detect() -> Machine:
     allowed = sorted(os.sched_getaffinity(0))
     quota = _cgroup_cpu_quota()
-    physical = len({_siblings(cpu) for cpu in allowed})
-    usable = physical if quota is None else max(1, min(physical, math.floor(quota)))
+    physical = tuple({_siblings(cpu): cpu for cpu in reversed(allowed)}.values())[::-1]
+    usable = len(physical) if quota is None else max(1, min(len(physical), math.floor(quota)))
     model, flags = _cpu_info()
     return Machine(
         cpu_model=model,
@@ -56,6 +57,7 @@ def detect() -> Machine:
         allowed_cores=len(allowed),
         cpu_quota=quota,
         usable_cores=usable,
+        physical_cores=physical,
         memory_bytes=_memory_limit(),
         shm_bytes=_free_bytes("/dev/shm"),
     )
@@ -66,46 +68,89 @@ class Plan:
     """How this run uses the machine: what was asked for, with every `auto` decided."""
 
     machine: Machine
-    num_threads: int
+    num_workers: int
+    num_threads: int  # of each process that computes
+    cores: tuple[int | None, ...]  # that each worker is pinned to
     precision: str
     precision_reason: str
     micro_batch: int
 
     def lines(self, config: Config) -> list[str]:
+        """What was chosen and why, for the head of a run."""
         machine = self.machine
         cores = f"{machine.usable_cores} of {machine.logical_cores} logical cores usable"
         if machine.cpu_quota is not None:
             cores += f", cgroup quota {machine.cpu_quota:g}"
-        lines = [
-            f"CPU: {machine.cpu_model} ({cores})",
-            f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "
-            f"Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}",
-        ]
-        if self.num_threads > machine.allowed_cores:
+        lines = [f"CPU: {machine.cpu_model} ({cores})"]
+        if config.mode != "sequential":
+            reason = "set" if self.num_workers != machine.usable_cores else "one per physical core"
+            pinned = "pinned to cores" if self.cores[0] is not None else "not pinned"
             lines.append(
-                f"Warning: {self.num_threads} threads on {machine.allowed_cores} cores get in each other's way; "
-                f"--num-threads {machine.usable_cores} would be faster."
+                f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
+                f"Gradients: {config.parallel.reduce.replace('_', ' ')}"
+            )
+        lines.append(
+            f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "
+            f"Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
+        )
+        busy = self.num_workers * self.num_threads
+        if busy > machine.allowed_cores:
+            flag = "--num-workers" if self.num_workers > 1 else "--num-threads"
+            lines.append(
+                f"Warning: {busy} busy threads on {machine.allowed_cores} cores get in each other's way; "
+                f"{flag} {machine.usable_cores} would be faster."
             )
         return lines
 
 
+def resolve(config: Config) -> tuple[Config, Plan]:
+    """Fill in how many workers there are, and plan the rest."""
+    if config.mode == "parallel":
+        config = config.with_workers(config.parallel.num_workers or detect().usable_cores)
+    return config, plan(config)
+
+
 def plan(config: Config) -> Plan:
     machine = detect()
-    threads = config.hardware.num_threads or machine.usable_cores
-    precision, reason = config.hardware.precision, "set"
-    if precision == "auto":
-        if config.env.game is None:
-            precision, reason = "float32", "small vectors"
-        elif config.hardware.device != "cpu":
-            precision, reason = "float32", "auto is float32 on cuda"
-        elif machine.fast_bfloat16:
-            precision, reason = "bfloat16", f"the CPU has {machine.fast_bfloat16}"
-        else:
-            precision, reason = "float32", "no AMX or AVX512-BF16"
-    per_pass = (
-        SAMPLES_PER_THREAD * threads if config.env.game and config.hardware.device == "cpu" else config.batch_size
+    num_workers = (config.parallel.num_workers or machine.usable_cores) if config.mode == "parallel" else 1
+    threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
+    precision, reason = _precision(config, machine)
+    share = (
+        -(-config.batch_size // num_workers) if config.algorithm == "ppo" else -(-config.rollout_size // num_workers)
     )
-    return Plan(machine, threads, precision, reason, min(config.hardware.micro_batch or per_pass, config.batch_size))
+    is_small = config.env.game is None or config.hardware.device != "cpu"
+    per_pass = config.hardware.micro_batch or (share if is_small else SAMPLES_PER_THREAD * threads)
+    return Plan(
+        machine,
+        num_workers,
+        threads,
+        _cores(config.parallel.pin, num_workers, threads, machine),
+        precision,
+        reason,
+        min(per_pass, share),
+    )
+
+
+def _precision(config: Config, machine: Machine) -> tuple[str, str]:
+    """(the one to use, why)."""
+    if config.hardware.precision != "auto":
+        return config.hardware.precision, "set"
+    if config.env.game is None:
+        return "float32", "small vectors"
+    if config.hardware.device != "cpu":
+        return "float32", "auto is float32 on cuda"
+    if machine.fast_bfloat16:
+        return "bfloat16", f"the CPU has {machine.fast_bfloat16}"
+    return "float32", "no AMX or AVX512-BF16"
+
+
+def _cores(pin: str, num_workers: int, threads: int, machine: Machine) -> tuple[int | None, ...]:
+    """A core for each worker. A run on some of the cores leaves the choice to the kernel: others may run beside it."""
+    whole_machine = num_workers == machine.usable_cores == len(machine.physical_cores)
+    fits = threads == 1 and num_workers <= len(machine.physical_cores)
+    if fits and (pin == "always" or (pin == "auto" and whole_machine)):
+        return machine.physical_cores[:num_workers]
+    return (None,) * num_workers
 
 
 def prepare_process(num_threads: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
 from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.kernels import max_pool
 
 
 class ActorCritic(nn.Module):
@@ -76,7 +77,7 @@ class ConvStage(nn.Module):
         self.block1 = ResidualBlock(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(self.conv(x), kernel_size=3, stride=2, padding=1)
+        x = max_pool(self.conv(x))
         return self.block1(self.block0(x))
 
 

@@ -6,20 +6,32 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PHASES = ("env", "inference", "update")  # whatever is left is "other"
+PHASES = ("env", "inference", "update", "communication", "waiting")  # whatever is left is "other"
 
 
 class PhaseClock:
+    """Phases may nest; the time of an inner one is not counted for the outer one."""
+
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._current: str | None = None
+        self._since = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        outer = self._switch(name)
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self._switch(outer)
+
+    def _switch(self, name: str | None) -> str | None:
+        now = time.perf_counter()
+        outer = self._current
+        if outer is not None:
+            self.seconds[outer] += now - self._since
+        self._current, self._since = name, now
+        return outer
 
     def shares(self, total: float) -> dict[str, float]:
         """Each phase's share of `total` seconds; "other" makes them add up to one."""

@@ -10,18 +10,21 @@ import torch
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.execution import sequential
+from rl_cluster_benchmark.execution import data_parallel, sequential
+from rl_cluster_benchmark.execution.loop import ALGORITHMS
 from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.run.stop import Signals
+
+EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
 
 
 def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: bool = False) -> int:
     """Train as the config says; returns the exit status."""
     _check_available(config)
     _check_device(config)
-    plan = hardware.plan(config)
+    config, plan = hardware.resolve(config)
     directory = RunDirectory.of(config)
     lock = directory.claim(resume=resume, overwrite=overwrite)
     try:
@@ -35,10 +38,10 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
             print(f"Resumed from {found[0]}: {progress['steps']:,} steps, {progress['updates']:,} updates.", flush=True)
         elif resume:
             print("No checkpoint to resume from: starting at the beginning.", flush=True)
-        run = Run(config, plan, directory, signals, resumed_from)
+        run = Run(config, plan, directory, signals, *(found or ()))
         try:
             with run:
-                sequential.train(run)
+                EXECUTIONS[config.mode](run)
         except TrainingFailedError:
             print(summary.block(run.summary, directory))
             raise
@@ -49,9 +52,12 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
 
 
 def _check_available(config: Config) -> None:
-    if config.algorithm != "ppo" or config.mode != "sequential":
+    if config.algorithm not in ALGORITHMS or config.mode not in EXECUTIONS:
         name = ALGORITHM_NAMES[config.algorithm]
-        raise UserError(f"{name} in {config.mode} mode is not part of this version; it trains ppo in sequential mode.")
+        raise UserError(
+            f"{name} in {config.mode} mode is not part of this version, which has {', '.join(ALGORITHMS)} in "
+            f"{' and '.join(EXECUTIONS)} mode."
+        )
 
 
 def _check_device(config: Config) -> None:

@@ -39,7 +39,7 @@ def test_plan(machine):
     assert (plan.num_threads, plan.micro_batch) == (4, 256)
     many = hardware.plan(Config.model_validate({"hardware": {"num_threads": 9, "micro_batch": 32}}))
     assert (many.num_threads, many.micro_batch) == (9, 32)
-    assert "Warning: 9 threads on 4 cores" in "\n".join(many.lines(Config()))
+    assert "Warning: 9 busy threads on 4 cores" in "\n".join(many.lines(Config()))
 
 
 def test_affinity_limits_the_cores():

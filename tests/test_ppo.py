@@ -5,9 +5,11 @@ import pytest
 import torch
 from conftest import ScriptedEnv
 
-from rl_cluster_benchmark.algorithms.learner import Learner, alone
-from rl_cluster_benchmark.algorithms.optimizers import Adam
+from rl_cluster_benchmark.algorithms.learner import Learner
+from rl_cluster_benchmark.algorithms.on_policy import Batch, Samples
+from rl_cluster_benchmark.algorithms.optimizers import Adam, RMSprop
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
+from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.models import make_model
@@ -28,7 +30,7 @@ def make(micro_batch=64, **training):
     torch.manual_seed(1)
     env = ScriptedEnv(SCRIPTS)
     model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
-    ppo = PPO(config, model, env_ids=range(8), micro_batch=micro_batch, reduce=alone)
+    ppo = PPO(config, model, env_ids=range(8), micro_batch=micro_batch, reduce=Alone())
     collecting = Collector(env, model, n_steps=16, env_ids=range(8), seed=0, device="cpu", clock=PhaseClock())
     return ppo, collecting.collect(0, never)
 
@@ -40,13 +42,9 @@ def test_losses_one_sample_at_a_time():
     actions = torch.randint(4, (20,), generator=generator)
     old_log_probs = torch.randn(20, generator=generator) - 1
     losses = ppo_losses(
-        logits=logits,
-        values=values,
-        actions=actions,
-        old_log_probs=old_log_probs,
-        old_values=old_values,
-        advantages=advantages,
-        returns=returns,
+        logits,
+        values,
+        Samples(actions, old_log_probs, old_values, advantages, returns),
         clip_range=0.2,
         clip_value_loss=True,
     )
@@ -69,7 +67,7 @@ def test_micro_batches_do_not_change_the_update(training):
     for micro_batch in (1000, 7):
         ppo, rollout = make(micro_batch, **training)
         losses = ppo.update(rollout, index=0, progress=0.0, interrupted=never)
-        parameters.append((ppo.learner.flat.clone(), losses))
+        parameters.append((ppo.on_policy.learner.flat.clone(), losses))
     torch.testing.assert_close(parameters[0][0], parameters[1][0], atol=1e-6, rtol=1e-5)
     assert parameters[0][1] == pytest.approx(parameters[1][1], rel=1e-4, abs=1e-6)
 
@@ -83,7 +81,7 @@ def test_masked_slots_change_nothing():
     changed.observations[~changed.valid] += 100.0
     for ppo, experience in ((first, rollout), (second, changed)):
         ppo.update(experience, index=0, progress=0.0, interrupted=never)
-    torch.testing.assert_close(first.learner.flat, second.learner.flat, atol=1e-7, rtol=0)
+    torch.testing.assert_close(first.on_policy.learner.flat, second.on_policy.learner.flat, atol=1e-7, rtol=0)
 
 
 def test_one_epoch_one_minibatch_is_the_policy_gradient():
@@ -93,7 +91,7 @@ def test_one_epoch_one_minibatch_is_the_policy_gradient():
 
     def remember(tensor):
         if tensor.dim() == 1 and len(tensor) > 100:
-            gradients.append(tensor[: len(ppo.learner.flat)].clone())
+            gradients.append(tensor[: len(ppo.on_policy.learner.flat)].clone())
         return tensor
 
     from rl_cluster_benchmark.algorithms.returns import gae
@@ -107,25 +105,26 @@ def test_one_epoch_one_minibatch_is_the_policy_gradient():
         gamma=0.999,
         gae_lambda=0.95,
     )
-    logits, values = ppo.model(rollout.observations.flatten(0, 1))
+    logits, values = ppo.on_policy.model(rollout.observations.flatten(0, 1))
     log_probs = logits.log_softmax(-1).gather(-1, rollout.actions.flatten().unsqueeze(-1)).squeeze(-1)
     loss = -log_probs * advantages.flatten() + 0.5 * 0.5 * (values - returns.flatten()).square()
-    ppo.learner.zero_grad()
+    ppo.on_policy.learner.zero_grad()
     loss[rollout.valid.flatten()].mean().backward()
-    expected = ppo.learner.grad.clone()
-    ppo.learner.reduce = remember
+    expected = ppo.on_policy.learner.grad.clone()
+    remember.vector = ppo.on_policy.learner.reduce.vector
+    ppo.on_policy.learner.reduce = remember
     ppo.update(rollout, index=0, progress=0.0, interrupted=never)
     torch.testing.assert_close(gradients[0], expected, atol=1e-6, rtol=1e-4)
 
 
 def test_minibatches_partition_the_rollout_and_draw_evenly_from_every_environment():
     ppo, _ = make()
-    minibatches = list(ppo._minibatches(3, 1))
+    minibatches = list(ppo.minibatches(3, 1))
     assert [len(rows) for rows in minibatches] == [32, 32, 32, 32]
     assert sorted(torch.cat(minibatches).tolist()) == list(range(128))
     for rows in minibatches:
         assert torch.bincount(rows % 8).tolist() == [4] * 8
-    assert not torch.equal(minibatches[0], next(iter(ppo._minibatches(3, 2))))
+    assert not torch.equal(minibatches[0], next(iter(ppo.minibatches(3, 2))))
 
 
 def test_minibatches_do_not_depend_on_the_number_of_workers():
@@ -134,8 +133,8 @@ def test_minibatches_do_not_depend_on_the_number_of_workers():
     for ids in (range(4), range(4, 8)):
         half, _ = make()
         half.env_ids = ids
-        parts.append([(rows // 4, rows % 4 + ids[0]) for rows in half._minibatches(0, 0)])
-    for number, rows in enumerate(whole._minibatches(0, 0)):
+        parts.append([(rows // 4, rows % 4 + ids[0]) for rows in half.minibatches(0, 0)])
+    for number, rows in enumerate(whole.minibatches(0, 0)):
         together = {(int(t), int(n)) for part in parts for t, n in zip(*part[number], strict=True)}
         assert together == {(int(row) // 8, int(row) % 8) for row in rows}
 
@@ -147,45 +146,55 @@ def test_annealing_and_target_kl():
     for target in (None, 1e-9):
         ppo, rollout = make(target_kl=target, n_epochs=4)
         ppo.update(rollout, index=0, progress=0.0, interrupted=never)
-        steps.append(int(ppo.learner.optimizer.steps))
+        steps.append(int(ppo.on_policy.learner.optimizer.steps))
     assert steps == [16, 4], "four epochs of four minibatches, or one epoch once the KL is over its target"
 
 
 def test_interrupted_it_ends_after_the_minibatch_in_hand():
     ppo, rollout = make()
     ppo.update(rollout, index=0, progress=0.0, interrupted=lambda: True)
-    assert int(ppo.learner.optimizer.steps) == 1
+    assert int(ppo.on_policy.learner.optimizer.steps) == 1
 
 
 def test_nan_stops_before_it_reaches_the_parameters():
     ppo, rollout = make(normalize_reward=False)
     rollout.rewards[0, 0] = float("nan")
-    with pytest.raises(TrainingFailedError, match="NaN or infinite in update 7"):
+    with pytest.raises(TrainingFailedError, match="NaN or infinite"):
         ppo.update(rollout, index=7, progress=0.0, interrupted=never)
-    assert bool(ppo.learner.flat.isfinite().all())
+    assert bool(ppo.on_policy.learner.flat.isfinite().all())
 
 
 def test_explained_variance():
     ppo, _ = make()
     returns = torch.tensor([1.0, 2.0, 3.0, 100.0])
     valid = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    assert ppo._explained_variance(returns + 5, returns, valid) == pytest.approx(1.0)
-    assert ppo._explained_variance(torch.zeros(4), returns, valid) == pytest.approx(0.0)
+    nothing = torch.zeros(4)
+
+    def explained(values):
+        return ppo.on_policy.explained_variance(Batch(nothing, valid, nothing, nothing, values, nothing, returns))
+
+    assert explained(returns + 5) == pytest.approx(1.0)
+    assert explained(nothing) == pytest.approx(0.0)
 
 
-def test_flat_adam_is_torchs_adam():
+@pytest.mark.parametrize(("flat", "torchs"), [(Adam, torch.optim.Adam), (RMSprop, torch.optim.RMSprop)])
+def test_flat_optimizers_are_torchs(flat, torchs):
     torch.manual_seed(0)
     parameters = torch.randn(1000)
     reference = parameters.clone().requires_grad_()
-    torchs = torch.optim.Adam([reference], lr=1e-2, eps=1e-5)
+    theirs = torchs([reference], lr=1e-2, eps=1e-5)
     gradient = torch.zeros(1000)
-    ours = Adam(parameters, gradient, eps=1e-5)
+    ours = flat(parameters, gradient, eps=1e-5)
     for _ in range(20):
         gradient.copy_(torch.randn(1000))
         reference.grad = gradient.clone()
-        torchs.step()
+        theirs.step()
         ours.step(1e-2)
     torch.testing.assert_close(parameters, reference.detach())
+
+
+def adam(parameters, gradient):
+    return Adam(parameters, gradient, eps=1e-5)
 
 
 @pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
@@ -198,7 +207,7 @@ def test_the_learner_clips_and_steps_like_torch(memory_format):
 
     images = torch.randint(255, (6, 16, 16, 3), dtype=torch.uint8)
     ours, reference = model(), model()
-    learner = Learner(ours, eps=1e-5, max_grad_norm=0.5, num_stats=2, reduce=alone)
+    learner = Learner(ours, optimizer=adam, max_grad_norm=0.5, num_stats=2, reduce=Alone())
     torchs = torch.optim.Adam(reference.parameters(), lr=1e-2, eps=1e-5)
     for _ in range(3):
         learner.zero_grad()
@@ -221,7 +230,7 @@ def test_optimizer_state_survives_a_change_of_memory_format():
         config = Config.model_validate({"hardware": {"memory_format": memory_format}, "model": {"channels": [4, 8]}})
         torch.manual_seed(0)
         model = make_model(config.model, (16, 16, 3), 5, config.hardware, torch.float32)
-        return Learner(model, eps=1e-5, max_grad_norm=1.0, num_stats=0, reduce=alone)
+        return Learner(model, optimizer=adam, max_grad_norm=1.0, num_stats=0, reduce=Alone())
 
     first = learner("channels_last")
     first.model(images)[1].sum().backward()

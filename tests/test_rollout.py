@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import ScriptedEnv
 
-from rl_cluster_benchmark.algorithms.learner import alone
+from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
 from rl_cluster_benchmark.rollout import Collector, Episode, sample
@@ -98,7 +98,7 @@ def test_no_advantage_leaks_over_the_end_of_an_episode():
 
 def test_rewards_are_divided_by_the_std_of_the_discounted_return():
     gamma, rollout = 0.5, collector(8).collect(0, never)
-    normalize = RewardNormalizer(2, gamma, alone)
+    normalize = RewardNormalizer(2, gamma, Alone())
     scaled = normalize(rollout)
     # By hand, resets left out.
     first = [1, 2.5, 4.25, 5, 7.5, 1]
@@ -110,10 +110,10 @@ def test_rewards_are_divided_by_the_std_of_the_discounted_return():
 
 def test_reward_statistics_add_up_over_rollouts():
     collecting = collector(4)
-    normalize = RewardNormalizer(2, 0.5, alone)
+    normalize = RewardNormalizer(2, 0.5, Alone())
     for index in range(2):
         normalize(collecting.collect(index, never))
-    whole = RewardNormalizer(2, 0.5, alone)
+    whole = RewardNormalizer(2, 0.5, Alone())
     whole(collector(8).collect(0, never))
     assert normalize.variance == pytest.approx(whole.variance)
     assert normalize.mean == pytest.approx(whole.mean)
@@ -121,7 +121,7 @@ def test_reward_statistics_add_up_over_rollouts():
 
 def test_scaled_rewards_are_clipped():
     rollout = collector(8, [[([0.0] * 7 + [1e6], "terminated")]]).collect(0, never)
-    normalize = RewardNormalizer(1, 0.5, alone)
+    normalize = RewardNormalizer(1, 0.5, Alone())
     normalize.variance, normalize.count = 1.0, 1e12
     assert float(normalize(rollout).max()) == 10.0
 

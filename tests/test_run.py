@@ -60,7 +60,7 @@ def test_files_of_a_finished_run(trained):
     assert (summary["algorithm"], summary["mode"], summary["state"]) == ("PPO", "sequential", "finished")
     assert 4000 <= summary["total_timesteps"] < 4000 + 16 * 32
     assert sum(summary["phase_shares"].values()) == pytest.approx(1.0)
-    assert set(summary["phase_shares"]) == {"env", "inference", "update", "other"}
+    assert set(summary["phase_shares"]) == {"env", "inference", "update", "communication", "waiting", "other"}
 
     lines = read_metrics(trained)
     assert [line["update"] for line in lines] == list(range(1, summary["total_updates"] + 1))

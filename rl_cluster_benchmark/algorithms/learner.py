@@ -11,32 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_cluster_benchmark.algorithms.optimizers import Adam
-
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over all workers, in place. Alone, there is nothing to add."""
-
-
-def alone(tensor: Tensor) -> Tensor:
-    return tensor
+from rl_cluster_benchmark.algorithms.optimizers import Optimizer
+from rl_cluster_benchmark.algorithms.reduction import Reducer
 
 
 class Learner:
-    def __init__(self, model: nn.Module, *, eps: float, max_grad_norm: float, num_stats: int, reduce: Reduce) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Callable[[Tensor, Tensor], Optimizer],
+        max_grad_norm: float,
+        num_stats: int,
+        reduce: Reducer,
+    ) -> None:
         self.model, self.max_grad_norm, self.reduce = model, max_grad_norm, reduce
         parameters = dict(model.named_parameters())
         size = sum(p.numel() for p in parameters.values())
         device = next(iter(parameters.values())).device
         self.flat = torch.zeros(size, device=device)
         # The loss statistics lie behind the gradient, so that one reduction carries both.
-        self._summed = torch.zeros(size + num_stats, device=device)
+        self._summed = reduce.vector(size + num_stats).to(device).zero_()
         self.grad, self.stats = self._summed[:size], self._summed[size:]
         for name, view in self._views(self.flat).items():
             view.copy_(parameters[name].data)
             parameters[name].data = view
         for name, view in self._views(self.grad).items():
             parameters[name].grad = view
-        self.optimizer = Adam(self.flat, self.grad, eps=eps)
+        self.optimizer = optimizer(self.flat, self.grad)
 
     def zero_grad(self) -> None:
         """Never through the model: that would unlink its gradients from the flat vector."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.learner import Reduce
+from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.rollout import Rollout
 
 CLIP = 10.0
@@ -14,7 +14,7 @@ CLIP = 10.0
 class RewardNormalizer:
     """Scales a rollout's rewards. The statistics are those of all workers; resets are no experience and left out."""
 
-    def __init__(self, num_envs: int, gamma: float, reduce: Reduce) -> None:
+    def __init__(self, num_envs: int, gamma: float, reduce: Reducer) -> None:
         self.gamma, self.reduce = gamma, reduce
         self.returns = torch.zeros(num_envs, dtype=torch.float64)  # discounted, of the open episodes
         self.mean, self.variance, self.count = 0.0, 1.0, 1e-4

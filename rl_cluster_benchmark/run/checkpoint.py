@@ -23,9 +23,17 @@ class DamagedCheckpointError(UserError):
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
+    write_atomically(path, pack({"format_version": FORMAT_VERSION} | state))
+
+
+def pack(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save({"format_version": FORMAT_VERSION} | state, buffer)
-    write_atomically(path, buffer.getvalue())
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def unpack(content: bytes) -> dict[str, Any]:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def load(path: Path) -> dict[str, Any]:

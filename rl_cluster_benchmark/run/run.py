@@ -1,19 +1,16 @@
 """A run: its counters, and everything that is written while it goes on.
 
-An execution drives it:
-
-    with Run(config, plan, directory, checkpoint) as run:
-        run.start(state_of_the_learner)
-        while not run.is_over():
-            ...
-            run.record(steps, episodes, losses)
+In sequential mode the training loop drives it itself; in the other modes the parent process does, with what the workers
+report (see execution/loop.py for the calls).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,7 +28,7 @@ from rl_cluster_benchmark.run.progress import Progress, Status
 from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.timing import PhaseClock
 
-SECONDS_BETWEEN_MEMORY_READINGS = 5.0
+SECONDS_BETWEEN_MEMORY_READINGS = 10.0
 FINAL_FPS_UPDATES = 10
 
 
@@ -42,10 +39,11 @@ class Run:
         plan: Plan,
         directory: RunDirectory,
         signals: Signals,
+        resumed_path: Path | None = None,
         resumed_from: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
-        self.resumed_from = resumed_from
+        self.resumed_path, self.resumed_from = resumed_path, resumed_from
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
         self.steps = self.updates = 0
@@ -61,13 +59,12 @@ class Run:
         )
         self._progress: Progress | None = None
         self._started = self._cpu_started = self._last_memory = 0.0
-        self._learner_state: Callable[[], dict[str, Any]] | None = None
+        self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
 
     # The course of a run
 
-    def start(self, learner_state: Callable[[], dict[str, Any]]) -> None:
-        """From here on time counts. `learner_state` gives what a checkpoint needs of the model and the algorithm."""
-        self._learner_state = learner_state
+    def start(self) -> None:
+        """From here on time counts."""
         self._progress = Progress()
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._last_checkpoint = self._started
@@ -82,7 +79,8 @@ class Run:
 
     @property
     def cpu_seconds(self) -> float:
-        return self._cpu_before + (time.process_time() - self._cpu_started if self._started else 0.0)
+        here = time.process_time() - self._cpu_started if self._started else 0.0
+        return self._cpu_before + here + self.worker_cpu_seconds
 
     @property
     def fraction(self) -> float:
@@ -99,8 +97,8 @@ class Run:
         """Is a rollout to be abandoned? When time is up, yes, but an update in hand is finished: it counts whole."""
         return self.interrupted() or (self.updates > 0 and self._time_is_up())
 
-    def is_over(self) -> bool:
-        return self.should_stop() or self.steps >= self.config.training.total_timesteps
+    def is_complete(self) -> bool:
+        return self.steps >= self.config.training.total_timesteps
 
     def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
         """One update is done: count, log, show, save."""
@@ -113,10 +111,21 @@ class Run:
             self._read_memory()
         if self.updates % self.config.training.log_interval == 0:
             self._log(losses)
-        due = time.perf_counter() - self._last_checkpoint > 60 * self.config.logging.checkpoint_minutes
-        if due or self.updates % self.config.training.save_interval == 0:
-            self._save(self.directory.step_checkpoint(self.steps))
-            checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
+
+    def checkpoint_due(self) -> bool:
+        minutes = (time.perf_counter() - self._last_checkpoint) / 60
+        every = self.updates % self.config.training.save_interval == 0
+        return every or minutes > self.config.logging.checkpoint_minutes
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint of the learner's state and of the run's own."""
+        self._save(self.directory.step_checkpoint(self.steps), state)
+        checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
+
+    def finish(self, state: dict[str, Any]) -> None:
+        """The last checkpoint: final, or of a step when the run was interrupted."""
+        path = self.directory.step_checkpoint(self.steps) if self.interrupted() else self.directory.final_checkpoint()
+        self._save(path, state)
 
     # What is written
 
@@ -153,15 +162,12 @@ class Run:
             )
         )
 
-    def _save(self, path: Any) -> None:
-        assert self._learner_state is not None
-        checkpoint.save(
-            path, self._learner_state() | {"config": configs.to_dict(self.config), "progress": self._state()}
-        )
+    def _save(self, path: Path, learner: dict[str, Any]) -> None:
+        checkpoint.save(path, learner | {"config": configs.to_dict(self.config), "progress": self.progress_state()})
         self._metrics.flush()
         self._last_checkpoint = time.perf_counter()
 
-    def _state(self) -> dict[str, Any]:
+    def progress_state(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
             "updates": self.updates,
@@ -183,7 +189,11 @@ class Run:
 
     def _read_memory(self) -> None:
         """Proportional set size: memory shared with other processes is counted once over all of them."""
-        self._memory = psutil.Process().memory_full_info().pss
+        parent = psutil.Process()
+        self._memory = 0
+        for process in (parent, *parent.children()):
+            with contextlib.suppress(psutil.Error):  # one that has just ended
+                self._memory += process.memory_full_info().pss
         self.peak_memory = max(self.peak_memory, self._memory)
         self._last_memory = time.perf_counter()
 
@@ -211,12 +221,10 @@ class Run:
 
     def _end(self) -> None:
         self._read_memory()
-        if not self.interrupted():
-            self._save(self.directory.final_checkpoint())
-            self._summarise("finished", None)
-        else:
-            self._save(self.directory.step_checkpoint(self.steps))
+        if self.interrupted():
             self._summarise("interrupted", f"signal {self.signals.received}")
+        else:
+            self._summarise("finished", None)
 
     def _summarise(self, state: str, reason: str | None) -> None:
         metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))

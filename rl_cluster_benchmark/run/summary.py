@@ -29,7 +29,7 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "num_envs": config.env.num_envs,
-        "num_workers": 1,
+        "num_workers": run.plan.num_workers,
         "duration_hours": elapsed / 3600,
         "total_timesteps": run.steps,
         "total_updates": run.updates,
@@ -61,8 +61,10 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
     if summary["state"] != "finished":
         rows.append(f"State: {summary['state']} ({summary['reason']})")
     shares = summary["phase_shares"].items()
+    rows.append(f"Duration: {summary['duration_hours']:.2f} hours")
+    if summary["mode"] != "sequential":
+        rows += [f"Workers: {summary['num_workers']}", f"Total Environments: {summary['num_envs']}"]
     rows += [
-        f"Duration: {summary['duration_hours']:.2f} hours",
         f"Total Timesteps: {summary['total_timesteps']:,}",
         f"Total Updates: {summary['total_updates']:,}",
         f"Average FPS: {summary['avg_fps']:,.0f}",

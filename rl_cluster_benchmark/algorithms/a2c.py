@@ -1,0 +1,49 @@
+"""Advantage actor-critic (the synchronous form of Mnih et al., 2016): one gradient step on each rollout.
+
+Targets are n-step returns with `training.gae_lambda` = 1, generalised advantages below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Samples
+from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.models import ActorCritic
+from rl_cluster_benchmark.rollout import Rollout
+
+
+def a2c_losses(logits: Tensor, values: Tensor, samples: Samples) -> Losses:
+    log_policy = logits.log_softmax(-1)
+    log_probs = log_policy.gather(-1, samples.actions.unsqueeze(-1)).squeeze(-1)
+    log_ratio = (log_probs - samples.log_probs).detach()
+    return Losses(
+        policy=-log_probs * samples.advantages,
+        value=0.5 * (values - samples.returns).square(),
+        entropy=-(log_policy.exp() * log_policy).sum(-1),
+        approx_kl=log_ratio.exp() - 1 - log_ratio,  # rounding alone: the policy has not moved yet
+        clipped=torch.zeros_like(values),
+    )
+
+
+class A2C:
+    def __init__(
+        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer
+    ) -> None:
+        self.on_policy = OnPolicyLearner(config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce)
+        self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
+
+    def update(
+        self, rollout: Rollout, *, index: int, progress: float, interrupted: Callable[[], bool]
+    ) -> dict[str, float]:
+        learning_rate = self.on_policy.learning_rate(progress)
+        batch = self.on_policy.prepare(rollout)
+        rows = torch.arange(len(batch.valid))
+        (moments,) = self.on_policy.moments(batch, [rows])
+        step, _ = self.on_policy.step(batch, rows, moments, a2c_losses, learning_rate, interrupted=False)
+        explained_variance = self.on_policy.explained_variance(batch)
+        return step | {"explained_variance": explained_variance, "learning_rate": learning_rate}

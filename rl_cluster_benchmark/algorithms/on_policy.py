@@ -1,0 +1,183 @@
+"""What PPO and A2C share: the targets of a rollout, and gradient steps on parts of it.
+
+Of several workers, each holds the rollout of its own environments. Sums over all of them go through `reduce`; nothing
+else here depends on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark.algorithms.learner import Learner
+from rl_cluster_benchmark.algorithms.optimizers import Adam, RMSprop
+from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.algorithms.returns import gae
+from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.models import ActorCritic
+from rl_cluster_benchmark.rollout import Rollout
+
+STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
+
+
+class Losses(NamedTuple):
+    """Per sample, [B] each, in the order of STATS."""
+
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+    approx_kl: Tensor
+    clipped: Tensor
+
+
+@dataclass
+class Batch:
+    """A rollout's samples, flattened: row t * N + n is step t of environment n."""
+
+    observations: Tensor  # [T * N, *observation_shape]
+    valid: Tensor  # [T * N] 1 for experience, 0 for resets
+    actions: Tensor
+    log_probs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+class Moments(NamedTuple):
+    """Of a minibatch over all workers."""
+
+    num_samples: float
+    advantage_mean: float
+    advantage_std: float
+
+
+class Samples(NamedTuple):
+    """A cache-sized piece of a minibatch: what a loss needs besides the network's output, [B] each."""
+
+    actions: Tensor
+    log_probs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+LossFunction = Callable[[Tensor, Tensor, Samples], Losses]
+"""(logits [B, A], values [B], samples) -> losses."""
+
+
+class OnPolicyLearner:
+    def __init__(
+        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer
+    ) -> None:
+        self.config, self.hyper, self.model = config, config.training, model
+        self.micro_batch, self.reduce = micro_batch, reduce
+        self.device = torch.device(config.hardware.device)
+        self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
+        optimizers = {"adam": Adam, "rmsprop": RMSprop}
+        self.learner = Learner(
+            model,
+            optimizer=lambda parameters, gradient: optimizers[self.hyper.optimizer](
+                parameters, gradient, eps=self.hyper.adam_eps
+            ),
+            max_grad_norm=self.hyper.max_grad_norm,
+            num_stats=len(STATS) + 1,  # the last one counts workers that were interrupted
+            reduce=reduce,
+        )
+
+    def prepare(self, rollout: Rollout) -> Batch:
+        rewards = self.normalize_rewards(rollout) if self.hyper.normalize_reward else rollout.rewards
+        advantages, returns = gae(
+            rewards=rewards,
+            values=rollout.values,
+            last_values=rollout.last_values,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            gamma=self.hyper.gamma,
+            gae_lambda=self.hyper.gae_lambda,
+        )
+        tensors = (rollout.valid.float(), rollout.actions, rollout.log_probs, rollout.values, advantages, returns)
+        return Batch(rollout.observations.flatten(0, 1), *(tensor.flatten().to(self.device) for tensor in tensors))
+
+    def moments(self, batch: Batch, minibatches: Sequence[Tensor]) -> list[Moments]:
+        """Of every minibatch of the update, in one reduction."""
+        sums = []
+        for rows in minibatches:
+            weight, advantages = batch.valid[rows].double(), batch.advantages[rows].double()
+            sums.append(torch.stack([weight.sum(), weight @ advantages, weight @ advantages.square()]))
+        count, total, squares = self.reduce(torch.stack(sums).cpu()).unbind(1)
+        mean = total / count
+        std = (squares / count - mean.square()).clamp(min=0).sqrt()
+        return [Moments(*values) for values in zip(count.tolist(), mean.tolist(), std.tolist(), strict=True)]
+
+    def step(
+        self,
+        batch: Batch,
+        rows: Tensor,
+        moments: Moments,
+        losses: LossFunction,
+        learning_rate: float,
+        interrupted: bool,
+    ) -> tuple[dict[str, float], bool]:
+        """One step of the optimiser on a minibatch: (mean losses over all workers, was any of them interrupted?)."""
+        learner = self.learner
+        learner.zero_grad()
+        for piece in rows.split(self.micro_batch):
+            self._accumulate(batch, piece, moments, losses)
+        learner.stats[-1] = float(interrupted)
+        learner.sum_over_workers()
+        *means, stops = learner.stats.tolist()
+        grad_norm = learner.step(learning_rate)
+        if not np.isfinite([*means, grad_norm]).all():
+            raise TrainingFailedError(
+                "The loss or its gradient became NaN or infinite; the last good checkpoint is kept. "
+                "A smaller training.learning_rate, or hardware.precision=float32, may help."
+            )
+        return dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, stops > 0
+
+    def _accumulate(self, batch: Batch, rows: Tensor, moments: Moments, losses: LossFunction) -> None:
+        """Add the gradient and the statistics of a piece of the minibatch; masked samples weigh nothing."""
+        logits, values = self.model(batch.observations[rows].to(self.device))
+        rows = rows.to(self.device)
+        advantages = batch.advantages[rows]
+        if self.hyper.normalize_advantage:
+            advantages = (advantages - moments.advantage_mean) / (moments.advantage_std + 1e-8)
+        samples = Samples(
+            batch.actions[rows], batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows]
+        )
+        result = losses(logits, values, samples)
+        per_sample = result.policy + self.hyper.vf_coef * result.value - self.hyper.ent_coef * result.entropy
+        weight = batch.valid[rows] / moments.num_samples
+        (per_sample @ weight).backward()
+        with torch.no_grad():
+            self.learner.stats[:-1] += torch.stack(result) @ weight
+
+    def learning_rate(self, progress: float) -> float:
+        return self.hyper.learning_rate * (1 - progress if self.hyper.anneal_lr else 1.0)
+
+    def explained_variance(self, batch: Batch) -> float:
+        """1 - Var(returns - values) / Var(returns) over all workers; 0 when the returns do not vary."""
+        weight, returns = batch.valid.double(), batch.returns.double()
+        errors = returns - batch.values
+        sums = [weight.sum(), *(weight @ x for x in (returns, returns.square(), errors, errors.square()))]
+        count, total, squares, error, error_squares = self.reduce(torch.stack(sums).cpu()).tolist()
+        variance = squares / count - (total / count) ** 2
+        error_variance = error_squares / count - (error / count) ** 2
+        return 1 - error_variance / variance if variance > 0 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.learner.state_dict(), "reward_normalizer": self.normalize_rewards.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state["optimizer"])
+        self.normalize_rewards.load_state_dict(state["reward_normalizer"])
+
+
+def mean_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}

@@ -1,0 +1,192 @@
+"""Every core of one machine: workers that own their environments, their rollouts and a copy of the model.
+
+Experience never moves; gradients do. Each worker computes gradients on its own samples, the sum over all workers is
+made through shared memory, and all take the same step. The parent only watches, writes files and shows progress.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.execution.loop import Worker, learn
+from rl_cluster_benchmark.execution.reduce import GlooReducer, SharedMemoryReducer
+from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.workers import WorkerPool
+from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.run import Run
+from rl_cluster_benchmark.timing import PHASES, PhaseClock
+
+GO_ON, TIME_IS_UP, INTERRUPTED = 0, 1, 2
+VECTOR_SPARE = 64  # floats behind the gradient, for the loss statistics
+
+
+def train(run: Run) -> None:
+    """In the parent: start the workers, write down what they report, tell them when to stop."""
+    config, plan = run.config, run.plan
+    num_workers = plan.num_workers
+    shards = [list(map(int, shard)) for shard in np.array_split(np.arange(config.env.num_envs), num_workers)]
+    longest = max(map(len, shards)) * config.training.n_steps
+    shared = SharedTensors(
+        {
+            "order": ((1,), torch.int64),
+            "episodes": ((num_workers, longest + 1, 2), torch.float32),  # first row: how many
+        }
+    )
+    use_gloo = config.parallel.reduce == "gloo"
+    store = _gloo_store() if use_gloo else None
+    means = SharedMemoryReducer.allocate(num_workers, _vector_size(config)) if store is None else store.port
+    args = (config, plan, shards, shared, means, run.resumed_path, run.progress_state())
+
+    def look() -> None:
+        if run.interrupted():
+            shared["order"][0] = INTERRUPTED
+        elif run.should_stop():
+            shared["order"][0] = TIME_IS_UP
+
+    with WorkerPool(_work, num_workers, args, plan.cores) as pool:
+        started = 0
+        for rank, (kind, content) in pool.messages(look):
+            if kind == "started":
+                print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
+                started += 1
+                if started == num_workers:
+                    run.start()
+            elif kind == "record":
+                run.clock.seconds = content.pop("phase_seconds")
+                run.worker_cpu_seconds = content.pop("cpu_seconds")
+                run.record(**content)
+            elif kind == "save":
+                run.save(checkpoint.unpack(content))
+            elif kind == "final state":
+                run.finish(checkpoint.unpack(content))
+
+
+def _work(
+    rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
+    means: SharedTensors | int, resumed_path: Path | None, progress: dict[str, Any],
+) -> None:  # fmt: skip
+    """In a worker."""
+    hardware.prepare_process(plan.num_threads)
+    course = WorkerCourse(rank, connection, config, shared, progress)
+    reduce: Reducer
+    if isinstance(means, int):
+        reduce = GlooReducer(rank, len(shards), means, course.clock)
+    else:
+        reduce = SharedMemoryReducer(means, rank, course.clock)
+    course.reduce = reduce
+    state = checkpoint.load(resumed_path) if resumed_path else None
+    worker = Worker.build(config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state)
+    learn(worker, course, reduce)
+
+
+class WorkerCourse:
+    """A worker's view of the run. All workers hold the same counters; the first one reports to the parent."""
+
+    reduce: Reducer
+
+    def __init__(
+        self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any]
+    ) -> None:
+        self.rank, self.connection, self.config, self.shared = rank, connection, config, shared
+        self.clock = PhaseClock()
+        self.steps, self.updates = progress["steps"], progress["updates"]
+        self._elapsed, self._seconds_before = progress["elapsed"], progress["phase_seconds"]
+        self._elapsed_before = self._elapsed
+
+    @property
+    def fraction(self) -> float:
+        """By steps or by time, whichever ends the run first; the same on all workers, as of the last update."""
+        training = self.config.training
+        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
+        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+
+    def is_complete(self) -> bool:
+        return self.steps >= self.config.training.total_timesteps
+
+    def should_stop(self) -> bool:
+        order = int(self.shared["order"][0])
+        return order == INTERRUPTED or (order == TIME_IS_UP and self.updates > 0)
+
+    def interrupted(self) -> bool:
+        return int(self.shared["order"][0]) == INTERRUPTED
+
+    def start(self) -> None:
+        self._send("started", None)
+        self._meet()  # time counts from when all are ready
+        self._started = self._saved_at = time.perf_counter()
+        self._cpu_started = time.process_time()
+
+    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+        table = self.shared["episodes"][self.rank]
+        table[0, 0] = len(episodes)
+        if episodes:
+            table[1 : len(episodes) + 1] = torch.tensor(episodes)
+        elapsed, cpu = time.perf_counter() - self._started, time.process_time() - self._cpu_started
+        mine = [float(steps), elapsed, cpu, *(self.clock.seconds[name] for name in PHASES)]
+        total_steps, elapsed, cpu, *seconds = self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        workers, before = len(self.shared["episodes"]), self._seconds_before
+        self.steps += int(total_steps)
+        self.updates += 1
+        self._elapsed = self._elapsed_before + elapsed / workers
+        if self.rank == 0:
+            self._send(
+                "record",
+                {
+                    "steps": int(total_steps),
+                    "episodes": [tuple(row) for part in self.shared["episodes"] for row in _rows(part)],
+                    "losses": losses,
+                    "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
+                    "cpu_seconds": cpu,
+                },
+            )
+
+    def checkpoint_due(self) -> bool:
+        minutes = (time.perf_counter() - self._saved_at) / 60
+        every = self.updates % self.config.training.save_interval == 0
+        return self.rank == 0 and (every or minutes > self.config.logging.checkpoint_minutes)
+
+    def save(self, state: dict[str, Any]) -> None:
+        self._send("save", checkpoint.pack(state))
+        self._saved_at = time.perf_counter()
+
+    def finish(self, state: dict[str, Any]) -> None:
+        if self.rank == 0:
+            self._send("final state", checkpoint.pack(state))
+
+    def _send(self, kind: str, content: Any) -> None:
+        self.connection.send(("message", (kind, content)))
+
+    def _meet(self) -> None:
+        self.reduce(torch.zeros(1, dtype=torch.float64))
+        self.clock.seconds = dict.fromkeys(PHASES, 0.0)
+
+
+def _rows(table: torch.Tensor) -> list[list[float]]:
+    return table[1 : int(table[0, 0]) + 1].tolist()
+
+
+def _gloo_store() -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _vector_size(config: Config) -> int:
+    """Enough for the model's gradient: built once here, without environments, to count it."""
+    from rl_cluster_benchmark.envs import make_env
+    from rl_cluster_benchmark.models import make_model
+
+    env = make_env(config.env, [0], num_threads=1)
+    model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
+    return sum(p.numel() for p in model.parameters()) + VECTOR_SPARE

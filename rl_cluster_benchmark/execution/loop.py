@@ -1,0 +1,120 @@
+"""The loop that every worker runs, alone or as one of many: collect a rollout, learn from it, again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms.a2c import A2C
+from rl_cluster_benchmark.algorithms.ppo import PPO
+from rl_cluster_benchmark.algorithms.reduction import Reducer, anyone
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.envs import make_env
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.models import ActorCritic, make_model
+from rl_cluster_benchmark.rollout import Collector
+from rl_cluster_benchmark.seeding import integer_seed
+from rl_cluster_benchmark.timing import PhaseClock
+
+ALGORITHMS: dict[str, type[PPO] | type[A2C]] = {"ppo": PPO, "a2c": A2C}
+
+
+class Course(Protocol):
+    """How far the run is, and what to do after each update."""
+
+    clock: PhaseClock
+    updates: int
+
+    @property
+    def fraction(self) -> float: ...
+
+    def is_complete(self) -> bool: ...
+
+    def should_stop(self) -> bool: ...
+
+    def interrupted(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None: ...
+
+    def checkpoint_due(self) -> bool: ...
+
+    def save(self, state: dict[str, Any]) -> None: ...
+
+    def finish(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Worker:
+    """Some of the run's environments, a copy of the model, and the algorithm that updates it."""
+
+    model: ActorCritic
+    algorithm: PPO | A2C
+    collector: Collector
+
+    @classmethod
+    def build(
+        cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, course: Course,
+        checkpoint: dict[str, Any] | None,
+    ) -> Worker:  # fmt: skip
+        env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=course.updates)
+        torch.manual_seed(integer_seed(config.env.seed, "model"))
+        precision = hardware.dtype(plan.precision)
+        model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision)
+        algorithm = ALGORITHMS[config.algorithm](
+            config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce
+        )
+        if checkpoint is not None:
+            load_weights(model, checkpoint)
+            algorithm.load_state_dict(checkpoint["algorithm"])
+        collector = Collector(
+            env,
+            model,
+            n_steps=config.training.n_steps,
+            env_ids=env_ids,
+            seed=config.env.seed,
+            device=config.hardware.device,
+            clock=course.clock,
+        )
+        return cls(model, algorithm, collector)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {
+            "model": {name: tensor.cpu().contiguous().clone() for name, tensor in self.model.state_dict().items()},
+            "algorithm": self.algorithm.state_dict(),
+            "observation_shape": list(self.collector.env.observation_shape),
+            "num_actions": self.collector.env.num_actions,
+        }
+
+
+def learn(worker: Worker, course: Course, reduce: Reducer) -> None:
+    course.start()
+    while not course.is_complete():
+        rollout = worker.collector.collect(course.updates, course.should_stop)
+        if anyone(reduce, rollout is None) or rollout is None:
+            break
+        with course.clock.phase("update"):
+            losses = worker.algorithm.update(
+                rollout, index=course.updates, progress=course.fraction, interrupted=course.interrupted
+            )
+        course.record(rollout.num_steps, rollout.episodes, losses)
+        if course.checkpoint_due():
+            course.save(worker.state())
+    course.finish(worker.state())
+
+
+def load_weights(model: ActorCritic, checkpoint: dict[str, Any]) -> None:
+    try:
+        model.load_state_dict(checkpoint["model"])
+    except RuntimeError:
+        raise UserError(
+            "The checkpoint's weights do not fit this network; leave model.* and the environment as they were in "
+            f"training (model: {checkpoint['config']['model']}, env: {checkpoint['config']['env']['name']})."
+        ) from None

@@ -1,0 +1,91 @@
+"""Sums over the workers of one machine.
+
+Through shared memory, every worker puts its vector where all can read it, sums its own slice of everyone's, and reads
+the whole sum back. Each adds in the order of the ranks, so the result is the same on all and from run to run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.timing import PhaseClock
+
+SMALL = 4096  # doubles: statistics, counters
+SPIN_SECONDS = 0.0005
+NAP_SECONDS = 0.00005
+
+
+class SharedMemoryReducer:
+    @staticmethod
+    def allocate(num_workers: int, vector_size: int) -> SharedTensors:
+        """The memory it needs, made once by the parent process."""
+        return SharedTensors(
+            {
+                "arrivals": ((num_workers, 8), torch.int64),  # a cache line for each
+                "vectors": ((num_workers, vector_size), torch.float32),
+                "vector_sum": ((vector_size,), torch.float32),
+                "small": ((num_workers, SMALL), torch.float64),
+                "small_sum": ((SMALL,), torch.float64),
+            }
+        )
+
+    def __init__(self, memory: SharedTensors, rank: int, clock: PhaseClock) -> None:
+        self.rank, self.clock = rank, clock
+        self._memory = memory
+        self._arrivals = memory["arrivals"][:, 0].numpy()
+        self.num_workers = len(self._arrivals)
+        self._meetings = 0
+
+    def vector(self, size: int) -> Tensor:
+        return self._memory["vectors"][self.rank, :size]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        with self.clock.phase("communication"):
+            kind = "vector" if tensor.dtype == torch.float32 and tensor.dim() == 1 else "small"
+            parts, total = self._memory["vectors" if kind == "vector" else "small"], self._memory[f"{kind}_sum"]
+            size = tensor.numel()
+            mine = parts[self.rank, :size]
+            if mine.data_ptr() != tensor.data_ptr():
+                mine.copy_(tensor.reshape(-1))
+            self._meet()
+            start, end = (size * i // self.num_workers for i in (self.rank, self.rank + 1))
+            torch.sum(parts[:, start:end], dim=0, out=total[start:end])
+            self._meet()
+            # Nobody writes the sum again before all have come to the next meeting, that is, have read this one.
+            return tensor.copy_(total[:size].view(tensor.shape))
+
+    def _meet(self) -> None:
+        """Wait for everybody: yield the core for a moment, then nap. Equal work makes waits short."""
+        with self.clock.phase("waiting"):
+            self._meetings += 1
+            self._arrivals[self.rank] = self._meetings
+            give_up_spinning = time.perf_counter() + SPIN_SECONDS
+            while self._arrivals.min() < self._meetings:
+                if time.perf_counter() < give_up_spinning:
+                    os.sched_yield()
+                else:
+                    time.sleep(NAP_SECONDS)
+
+
+class GlooReducer:
+    """The same through torch.distributed, over the loopback interface."""
+
+    def __init__(self, rank: int, num_workers: int, port: int, clock: PhaseClock) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.num_workers, self.clock, self._dist = rank, num_workers, clock, dist
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_workers)
+
+    def vector(self, size: int) -> Tensor:
+        return torch.zeros(size)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        with self.clock.phase("communication"):
+            self._dist.all_reduce(tensor)
+        return tensor
