@@ -22,6 +22,8 @@ ALIGNMENT = 4096
 class SharedTensors:
     """Named tensors in one piece of shared memory. Handed to a spawned process, they are the same memory there."""
 
+    _tensors: dict[str, Tensor]
+
     def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         self._layout = layout
         self._fd = os.memfd_create("rl_cluster_benchmark", os.MFD_CLOEXEC)
@@ -30,6 +32,11 @@ class SharedTensors:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def close(self) -> None:
+        """Give up this process's hold on the memory; tensors taken from it keep it mapped until they are gone."""
+        self._tensors = {}
+        os.close(self._fd)
 
     def _map(self) -> None:
         memory = mmap.mmap(self._fd, 0)

@@ -1,0 +1,340 @@
+"""Parallel mode with real processes: the same maths as one worker, and nothing left behind however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, environment, rlcb
+
+from rl_cluster_benchmark import kernels
+from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.timing import PhaseClock
+
+TINY = ("--env", "Catch-v0", "--set", "training.n_steps=32", "--set", "parallel.pin=never")
+PPO_LABEL, A2C_LABEL = "PPO_Parallel", "A2C_Parallel"
+
+
+def train(output, *args, mode="parallel", algorithm="ppo", workers=2, envs=16, timesteps=3000, batch=128):
+    parallel = ("--num-workers", workers, "--num-envs-per-worker", envs // workers) if mode == "parallel" else ()
+    return rlcb(
+        "train", "--algorithm", algorithm, "--mode", mode, *TINY, *parallel, "--num-envs", envs, "--batch-size", batch,
+        "--num-threads", 1, "--total-timesteps", timesteps, "--output-dir", output, *args,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def start():
+    """Start a run that would go on for ever; whatever the test does, it is gone afterwards."""
+    started = []
+
+    def start_run(output, *args):
+        call = ["train", "--mode", "parallel", *TINY, "--num-workers", 2, "--num-envs-per-worker", 8]
+        call += [
+            "--batch-size",
+            128,
+            "--num-threads",
+            1,
+            "--total-timesteps",
+            100_000_000,
+            "--output-dir",
+            output,
+            *args,
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def metrics(output, label=PPO_LABEL):
+    return [json.loads(line) for line in (output / "logs" / label / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(lines):
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "charts/SPS", "system/"))} for line in lines]
+
+
+def wait_for_updates(output, count, process):
+    log = output / "logs" / PPO_LABEL / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not log.exists() or log.read_text().count("\n") < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def workers_of(process):
+    """Its children but for multiprocessing's own helper."""
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def assert_gone(processes, seconds=5.0):
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    assert not alive
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
+def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
+    """The same environments, seeds and minibatches: the same parameters after several updates, to rounding."""
+    states = {}
+    for name, kwargs in {
+        "sequential": {"mode": "sequential"},
+        "one": {"workers": 1},
+        "two": {"workers": 2},
+        "four": {"workers": 4},
+    }.items():
+        done = train(
+            tmp_path / name, "--set", "hardware.precision=float32", algorithm=algorithm, timesteps=2500, **kwargs
+        )
+        assert done.returncode == 0, done.stderr
+        mode = "sequential" if name == "sequential" else "parallel"
+        states[name] = checkpoint.load(tmp_path / name / "checkpoints" / f"{algorithm}_{mode}_final.pt")
+    reference = states.pop("sequential")
+    assert reference["progress"]["updates"] >= 5
+    for name, state in states.items():
+        assert state["progress"]["steps"] == reference["progress"]["steps"], name
+        for key, tensor in reference["model"].items():
+            torch.testing.assert_close(state["model"][key], tensor, atol=2e-5, rtol=1e-3, msg=f"{name}: {key}")
+        scale = state["algorithm"]["reward_normalizer"]
+        assert scale == pytest.approx(reference["algorithm"]["reward_normalizer"]), name
+        episodes = state["progress"]["episodes"]
+        assert episodes["count"] == reference["progress"]["episodes"]["count"], "the episodes of all workers count"
+
+
+def test_gloo_and_shared_memory_give_the_same_numbers(tmp_path):
+    runs = {}
+    for way in ("shared_memory", "gloo"):
+        done = train(tmp_path / way, "--set", f"parallel.reduce={way}")
+        assert done.returncode == 0, done.stderr
+        runs[way] = without_times(metrics(tmp_path / way))
+    assert runs["gloo"] == runs["shared_memory"], "of two numbers, the sum does not depend on the order"
+
+
+def test_same_seed_and_workers_same_metrics(tmp_path):
+    first, second = (train(tmp_path / name, workers=3, envs=15, batch=96) for name in ("first", "second"))
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert without_times(metrics(tmp_path / "first")) == without_times(metrics(tmp_path / "second"))
+
+
+def test_output_and_summary(tmp_path):
+    done = train(tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    for text in ("Worker 0 started with 8 environments", "Worker 1 started with 8 environments", "Workers: 2",
+                 "Total Environments: 16", "PPO Parallel Training"):  # fmt: skip
+        assert text in done.stdout, text
+    summary = json.loads((tmp_path / "run" / "training_summary.json").read_text())
+    assert (summary["mode"], summary["num_workers"], summary["num_envs"]) == ("parallel", 2, 16)
+    assert sum(summary["phase_shares"].values()) == pytest.approx(1.0)
+    assert summary["phase_shares"]["waiting"] > 0
+    lines = metrics(tmp_path / "run")
+    assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+def test_resume(tmp_path):
+    output = tmp_path / "run"
+    assert train(output, timesteps=2000).returncode == 0
+    first = json.loads((output / "training_summary.json").read_text())
+    done = train(output, "--resume", timesteps=4000)
+    assert done.returncode == 0, done.stderr
+    second = json.loads((output / "training_summary.json").read_text())
+    assert second["initial_reward"] == first["initial_reward"]
+    assert second["duration_hours"] > first["duration_hours"]
+    assert [line["update"] for line in metrics(output)] == list(range(1, second["total_updates"] + 1))
+
+
+def test_duration(tmp_path):
+    done = train(tmp_path / "run", "--duration", 2 / 3600, timesteps=100_000_000)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "training_summary.json").read_text())
+    assert summary["duration_hours"] * 3600 == pytest.approx(2, abs=1)
+    assert summary["state"] == "finished"
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_a_killed_worker_ends_the_run(moment, start, tmp_path):
+    """SIGKILL at some moment: in a rollout, in an update, at a meeting."""
+    output = tmp_path / "run"
+    process = start(output, "--set", "training.save_interval=2")
+    wait_for_updates(output, 4 + moment, process)
+    workers = workers_of(process)
+    assert len(workers) == 2
+    time.sleep(0.013 * moment)
+    workers[1].kill()
+    text, _ = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert "Worker 1 was killed by SIGKILL" in text
+    assert "Traceback" not in text
+    assert_gone(workers)
+    assert json.loads((output / "training_summary.json").read_text())["state"] == "failed"
+    newest = max((output / "checkpoints").glob("*.pt"), key=lambda f: f.stat().st_mtime)
+    assert checkpoint.load(newest)["progress"]["updates"] >= 2
+
+
+def test_workers_do_not_outlive_their_parent(start, tmp_path):
+    output = tmp_path / "run"
+    process = start(output)
+    wait_for_updates(output, 2, process)
+    workers = workers_of(process)
+    assert len(workers) == 2
+    process.kill()
+    process.communicate()
+    assert_gone(workers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_workers_at_the_same_update(number, start, tmp_path):
+    output = tmp_path / "run"
+    process = start(output, "--set", "training.n_epochs=200")  # most of the time is in the update
+    wait_for_updates(output, 2, process)
+    workers = workers_of(process)
+    # As a terminal does it: the signal reaches everybody.
+    for receiver in (process.pid, *(w.pid for w in workers if number == signal.SIGINT)):
+        os.kill(receiver, number)
+    text, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + number, text
+    assert "State: interrupted" in text
+    assert_gone(workers)
+    lines = metrics(output)
+    done = rlcb("train", "--mode", "parallel", "--resume", "--output-dir", output,
+                "--total-timesteps", lines[-1]["step"] + 500, "--set", "training.n_epochs=1")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [line["update"] for line in metrics(output)] == list(range(1, len(metrics(output)) + 1))
+
+
+def test_a_workers_error_is_reported_as_its_own(tmp_path):
+    done = train(tmp_path / "run", "--set", "model.architecture=nature")
+    assert done.returncode == 2
+    assert "nature needs images" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nan_in_one_worker_stops_all(tmp_path):
+    output = tmp_path / "run"
+    assert train(output, timesteps=1000).returncode == 0
+    done = train(output, "--resume", "--learning-rate", "1e38", timesteps=4000)
+    assert done.returncode == 1
+    assert "became NaN or infinite" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+CYCLES = """
+import os, psutil
+from rl_cluster_benchmark.execution.workers import WorkerPool
+import work
+
+def state():
+    return len(os.listdir('/proc/self/fd')), len(psutil.Process().children()), sorted(os.listdir('/dev/shm'))
+
+if __name__ == '__main__':
+    for cycle in range(51):
+        shared = work.share()
+        with WorkerPool(work.work, 2, (shared,), [None, None]) as pool:
+            ranks = sorted(rank for rank, _ in pool.messages(lambda: None))
+        assert ranks == [0, 1]
+        work.check(shared)
+        if cycle == 0:
+            before = state()
+        if cycle == CYCLES:
+            break
+    assert state() == before, (before, state())
+    print('clean')
+"""
+WORK = """
+def share():
+    return None
+def work(rank, connection, shared):
+    connection.send(('message', rank))
+def check(shared):
+    pass
+"""
+SHARING_WORK = """
+import torch
+from rl_cluster_benchmark.execution.shared import SharedTensors
+def share():
+    return SharedTensors({'x': ((4,), torch.float32)})
+def work(rank, connection, shared):
+    shared['x'][rank] = rank + 1
+    connection.send(('message', rank))
+def check(shared):
+    assert shared['x'].tolist() == [1.0, 2.0, 0.0, 0.0]
+    shared.close()
+"""
+
+
+@pytest.mark.parametrize(("work", "cycles"), [(WORK, 50), (SHARING_WORK, 5)])
+def test_start_and_stop_leave_nothing_behind(work, cycles, tmp_path):
+    """Many times in one process: no child, no file descriptor, nothing in /dev/shm."""
+    (tmp_path / "work.py").write_text(work)
+    (tmp_path / "cycles.py").write_text(CYCLES.replace("CYCLES", str(cycles)))
+    env = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "cycles.py"], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "clean", done.stderr
+
+
+def test_shared_memory_has_no_name():
+    before = sorted(os.listdir("/dev/shm"))
+    shared = SharedTensors({"a": ((3, 5), torch.float32), "b": ((2,), torch.int64)})
+    shared["a"][2, 4], shared["b"][1] = 7.0, 9
+    assert sorted(os.listdir("/dev/shm")) == before
+    assert float(shared["a"].sum()) == 7.0
+    shared.close()
+
+
+def test_phases_nest():
+    clock = PhaseClock()
+    with clock.phase("update"):
+        time.sleep(0.02)
+        with clock.phase("waiting"):
+            time.sleep(0.05)
+    assert clock.seconds["waiting"] == pytest.approx(0.05, abs=0.02)
+    assert clock.seconds["update"] == pytest.approx(0.02, abs=0.015)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 16, 64, 64), (3, 32, 7, 9), (2, 48, 1, 2)])
+def test_pooling_kernel(dtype, shape):
+    if not kernels.available():
+        pytest.skip("no C compiler here")
+    torch.manual_seed(0)
+    images = torch.randn(shape).mul(2).round().div(2).to(dtype).contiguous(memory_format=torch.channels_last)
+    ours, theirs = images.clone().requires_grad_(), images.clone().requires_grad_()
+    pooled, expected = kernels.max_pool(ours), torch.nn.functional.max_pool2d(theirs, 3, 2, 1)
+    assert type(pooled.grad_fn).__name__ == "_MaxPoolBackward"
+    torch.testing.assert_close(pooled, expected, rtol=0, atol=0)
+    grad = torch.randn_like(expected)
+    pooled.backward(grad)
+    expected.backward(grad)
+    tolerance = 0.0 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_without_a_compiler_torch_pools(tmp_path):
+    code = (
+        "import torch; from rl_cluster_benchmark import kernels;"
+        "x = torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last);"
+        "print(kernels.available(), torch.equal(kernels.max_pool(x), torch.nn.functional.max_pool2d(x, 3, 2, 1)))"
+    )
+    env = environment() | {"CC": "/nowhere/cc", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
