@@ -7,10 +7,10 @@ OUT ?= benchmarks
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint setup doctor train train-timed evaluate evaluate-ppo tensorboard docs bench clean
+.PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel evaluate evaluate-ppo tensorboard docs bench clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evaluate it, draw its curve
 	$(BIN)/rlcb quickstart $(ARGS)
@@ -40,6 +40,17 @@ train: venv/.installed ## train PPO in one process
 
 train-timed: venv/.installed ## the same for an hour
 	$(BIN)/python train_timed.py --duration 1.0 --output-dir $(OUT)/sequential_1h $(ARGS)
+
+train-parallel: venv/.installed ## train PPO on all cores for an hour
+	$(BIN)/python train_parallel_timed.py --duration 1.0 --output-dir $(OUT)/parallel_1h $(ARGS)
+
+train-parallel-timed: train-parallel ## the same
+
+train-a2c: venv/.installed ## train A2C in one process
+	$(BIN)/python train_a2c_sequential.py $(ARGS)
+
+train-a2c-parallel: venv/.installed ## train A2C on all cores
+	$(BIN)/python train_a2c_parallel.py $(ARGS)
 
 evaluate: venv/.installed ## evaluate the newest checkpoint
 	$(BIN)/python evaluate.py --deterministic $(ARGS)

@@ -61,7 +61,8 @@ def start():
     yield start_run
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 def metrics(output, label=PPO_LABEL):
