@@ -10,7 +10,7 @@ ARGS ?=
 .PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel evaluate evaluate-ppo tensorboard docs bench clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evaluate it, draw its curve
 	$(BIN)/rlcb quickstart $(ARGS)
