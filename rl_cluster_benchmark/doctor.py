@@ -55,6 +55,7 @@ def findings() -> Iterator[Finding]:
     yield _python()
     yield from _torch()
     yield from _games()
+    yield _kernels()
     yield from _cores()
     yield from _memory()
     yield _files()
@@ -98,6 +99,16 @@ def _games() -> Iterator[Finding]:
                 yield Finding(game, OK, f"made and stepped in {milliseconds:.0f} ms")
         except Exception as error:  # whatever a native library throws belongs into the table
             yield Finding(game, PROBLEM, f"{type(error).__name__}: {error}", "pip install --force-reinstall envpool")
+
+
+def _kernels() -> Finding:
+    try:
+        from rl_cluster_benchmark import kernels
+    except ImportError:
+        return Finding("C kernels", WARNING, "need torch")
+    if kernels.available():
+        return Finding("C kernels", OK, "compiled, and equal to torch")
+    return Finding("C kernels", WARNING, "not used: training is slower", "install a C compiler (apt-get install gcc)")
 
 
 def _cores() -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark import hardware, kernels
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.execution import data_parallel, sequential
@@ -38,6 +38,7 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
             print(f"Resumed from {found[0]}: {progress['steps']:,} steps, {progress['updates']:,} updates.", flush=True)
         elif resume:
             print("No checkpoint to resume from: starting at the beginning.", flush=True)
+        kernels.available()  # compile now, not in the first rollout, and once for all workers
         run = Run(config, plan, directory, signals, *(found or ()))
         try:
             with run:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark import hardware, kernels
 from rl_cluster_benchmark.algorithms.a2c import A2C
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.algorithms.reduction import Reducer, anyone
@@ -63,6 +63,7 @@ class Worker:
         cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, course: Course,
         checkpoint: dict[str, Any] | None,
     ) -> Worker:  # fmt: skip
+        kernels.available()  # checked before time counts
         env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=course.updates)
         torch.manual_seed(integer_seed(config.env.seed, "model"))
         precision = hardware.dtype(plan.precision)
