@@ -6,6 +6,7 @@ Nothing heavy is imported until a subcommand needs it: `rlcb --help` answers at 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ examples:
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
   rlcb doctor
 """
+
+PLACES = ("algorithm", "mode", "output_dir", "logging.log_dir", "logging.checkpoint_dir")  # where a run is
+QUICKSTART_DIR = "runs/quickstart"
 
 # flag -> (config key, placeholder, help)
 FLAGS: dict[str, tuple[str, str, str]] = {
@@ -49,6 +53,9 @@ FLAGS: dict[str, tuple[str, str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± is no reason to fail
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
@@ -60,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:  # the reader of our output went away: `rlcb config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -113,7 +123,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="train for a minute, evaluate, plot: a first look",
         description="Train PPO on CoinRun for about a minute, evaluate it on levels seen and unseen, draw the curve.",
     )
-    quickstart.add_argument("--output-dir", default="runs/quickstart", metavar="DIR", help="default: runs/quickstart")
+    quickstart.add_argument("--output-dir", default=QUICKSTART_DIR, metavar="DIR", help=f"default: {QUICKSTART_DIR}")
+    quickstart.add_argument("--overwrite", action="store_true", help="replace the run in the output directory")
     quickstart.add_argument("--duration", type=float, default=1 / 60, metavar="HOURS", help="default: a minute")
     quickstart.set_defaults(run=_quickstart)
     return parser
@@ -133,7 +144,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", metavar="FILE", help="default: the newest one under ., runs and benchmarks")
+    parser.add_argument(
+        "--checkpoint", metavar="FILE", help="default: the newest one in ./checkpoints, ./runs and ./benchmarks"
+    )
     parser.add_argument("--algorithm", metavar="NAME", help="only to check that the checkpoint is of this algorithm")
     parser.add_argument("--env", metavar="GAME", help="another game than the agent was trained on")
     parser.add_argument("--num-episodes", type=_positive, default=100, metavar="N", help="default: 100")
@@ -180,17 +193,18 @@ def config_from(args: argparse.Namespace) -> Config:
         if text is not None:
             key = "cluster.num_workers" if flag == "--num-workers" and args.mode == "distributed" else key
             overrides[key] = text
+    if args.num_envs is not None and args.num_envs_per_worker is None:
+        overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
     overrides |= dict(configs.parse_assignment(text) for text in args.set)
     path = args.config
     if path is None:
         preset = f"{args.algorithm or 'ppo'}_{args.mode or 'sequential'}"
         path = preset if preset in configs.presets() else None
-    config = configs.load(path, overrides)
-    if getattr(args, "resume", False) and args.config is None:
-        own = RunDirectory.of(config).config
-        if own.is_file():
-            return configs.load(own, overrides)
-    return config
+        if getattr(args, "resume", False):
+            places = {key: overrides[key] for key in PLACES if key in overrides}
+            own = RunDirectory.of(configs.load(path, places)).config
+            path = own if own.is_file() else path
+    return configs.load(path, overrides)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -203,14 +217,16 @@ def _train(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark import hardware
-    from rl_cluster_benchmark.config_files import parse_assignment
-
-    hardware.prepare_process(args.num_threads or hardware.detect().usable_cores)
-    from rl_cluster_benchmark.evaluate import evaluate_checkpoint
+    from rl_cluster_benchmark.config_files import load, parse_assignment
 
     overrides = dict(parse_assignment(text) for text in args.set)
     if args.env is not None:
         overrides["env.name"] = args.env
+    threads = {"hardware.num_threads": overrides.get("hardware.num_threads")}
+    num_threads = args.num_threads or load(None, threads).hardware.num_threads or hardware.detect().usable_cores
+    hardware.prepare_process(num_threads)
+    from rl_cluster_benchmark.evaluate import evaluate_checkpoint
+
     return evaluate_checkpoint(
         args.checkpoint,
         overrides=overrides,
@@ -219,7 +235,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         deterministic=args.deterministic,
         seed=args.seed,
         levels=args.levels,
-        num_threads=args.num_threads,
+        num_threads=num_threads,
         json_file=args.json,
         video=args.video,
         render=args.render,
@@ -259,7 +275,7 @@ def _quickstart(args: argparse.Namespace) -> int:
     signals = _start_process(config)
     from rl_cluster_benchmark.quickstart import quickstart
 
-    return quickstart(config, signals)
+    return quickstart(config, signals, overwrite=args.overwrite or args.output_dir == QUICKSTART_DIR)
 
 
 def _start_process(config: Config) -> Signals:

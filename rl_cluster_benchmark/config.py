@@ -6,6 +6,7 @@ This module imports neither numpy nor torch, so that thread counts can be set fr
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -26,6 +27,7 @@ EXTRA_DISTRIBUTION_MODES: dict[str, frozenset[str]] = {
     "exploration": frozenset({"caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"}),
 }
 MAX_LEVEL = 2**31 - 1
+MAX_ENVS, MAX_THREADS, MAX_WIDTH = 65_536, 1024, 65_536
 
 
 def canonical_env_name(name: object) -> object:
@@ -77,7 +79,7 @@ class EnvConfig(Section):
         description="A Procgen game (`coinrun`, `procgen-coinrun-v0` and `procgen:procgen-coinrun-v0` are the same), "
         "or `CartPole-v1` or `Catch-v0` for quick checks.",
     )
-    num_envs: Int = Field(32, ge=1, description="Environments stepped together in sequential mode.")
+    num_envs: Int = Field(32, ge=1, le=MAX_ENVS, description="Environments stepped together in sequential mode.")
     seed: Int = Field(
         42, ge=0, le=2**32 - 1, description="The run's seed; every env, worker and shuffle derives its own."
     )
@@ -112,8 +114,8 @@ class EnvConfig(Section):
                 f"distribution_mode {self.distribution_mode} does not exist for {self.game}; "
                 f"games that have it: {', '.join(sorted(games))}"
             )
-        if self.start_level + self.num_levels > MAX_LEVEL:
-            raise ValueError(f"start_level + num_levels must not exceed {MAX_LEVEL}")
+        if self.start_level + self.num_levels >= MAX_LEVEL:
+            raise ValueError(f"start_level + num_levels must be less than {MAX_LEVEL}")
         return self
 
 
@@ -126,13 +128,15 @@ class ModelConfig(Section):
     channels: list[Int] = Field(
         [16, 32, 32], min_length=1, description="Channels of the IMPALA-CNN's stages; each stage halves the image."
     )
-    hidden_size: Int = Field(256, ge=1, description="Width of the layer before the heads (IMPALA-CNN and Nature-CNN).")
+    hidden_size: Int = Field(
+        256, ge=1, le=MAX_WIDTH, description="Width of the layer before the heads (IMPALA-CNN and Nature-CNN)."
+    )
     mlp_sizes: list[Int] = Field([64, 64], min_length=1, description="Hidden layers of the MLP.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if any(size < 1 for size in [*self.channels, *self.mlp_sizes]):
-            raise ValueError("channels and mlp_sizes must be at least 1 each")
+        if any(not 1 <= size <= MAX_WIDTH for size in [*self.channels, *self.mlp_sizes]):
+            raise ValueError(f"channels and mlp_sizes must each be between 1 and {MAX_WIDTH}")
         return self
 
 
@@ -141,16 +145,16 @@ class TrainingConfig(Section):
 
     total_timesteps: Int = Field(25_000_000, ge=1, description="Stop after this many environment steps.")
     duration_hours: Float | None = Field(None, gt=0, description="Stop after this many hours, if that comes first.")
-    n_steps: Int = Field(128, ge=1, description="Steps each environment takes between two updates.")
+    n_steps: Int = Field(128, ge=1, le=1_000_000, description="Steps each environment takes between two updates.")
     batch_size: Int = Field(
         1024, ge=1, description="Samples in a minibatch. It must divide num_envs x n_steps; if larger, one minibatch."
     )
-    n_epochs: Int = Field(4, ge=1, description="Passes over the experience in each update.")
+    n_epochs: Int = Field(4, ge=1, le=1_000_000, description="Passes over the experience in each update.")
     learning_rate: Float = Field(3e-4, gt=0, description="Step size of the optimiser.")
     anneal_lr: bool = Field(False, description="Let the learning rate fall linearly to zero over the run.")
     gamma: Float = Field(0.999, ge=0, le=1, description="Discount factor.")
     gae_lambda: Float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
-    clip_range: Float = Field(0.2, gt=0, description="PPO: the ratio is clipped to 1 +- this.")
+    clip_range: Float = Field(0.2, gt=0, le=1000, description="PPO: the ratio is clipped to 1 +- this.")
     clip_value_loss: bool = Field(True, description="PPO: clip the change of the value by clip_range too.")
     ent_coef: Float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
     vf_coef: Float = Field(0.5, ge=0, description="Weight of the value loss.")
@@ -183,7 +187,9 @@ class ImpalaConfig(Section):
 class ParallelConfig(Section):
     """Parallel mode: worker processes on one machine (for IMPALA, its actors)."""
 
-    num_workers: Int | None = Field(None, ge=1, description="Worker processes; null is one per physical core.")
+    num_workers: Int | None = Field(
+        None, ge=1, le=MAX_THREADS, description="Worker processes; null is one per physical core."
+    )
     num_envs_per_worker: Int | None = Field(
         None, ge=1, description="Environments of each worker; null shares env.num_envs among the workers."
     )
@@ -210,16 +216,17 @@ class HardwareConfig(Section):
     """How this machine is used. Nothing here changes what is learned, but for rounding."""
 
     device: str = Field(
-        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, or cuda (sequential mode) where torch has it."
+        "cpu", pattern=r"^(cpu|cuda(:\d{1,2})?)$", description="cpu, or cuda (sequential mode) where torch has it."
     )
     num_threads: Int | None = Field(
         None,
         ge=1,
+        le=MAX_THREADS,
         description="Threads of torch, OpenMP, BLAS and the environments in each process; null is one per physical "
         "core in sequential mode, and one in each worker.",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto is bfloat16 where the CPU multiplies it fast (AMX, or AVX512-BF16 measured faster)."
+        "auto", description="auto is bfloat16 where the CPU has AMX or AVX512-BF16, float32 elsewhere."
     )
     memory_format: Literal["channels_last", "contiguous"] = Field(
         "channels_last", description="Layout of images and convolutions; contiguous is kept for comparison."
@@ -297,5 +304,6 @@ class Config(Section):
 
 
 def _near_divisors(total: int, size: int) -> list[int]:
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    divisors = {*small, *(total // d for d in small)}
     return sorted(sorted(divisors, key=lambda d: abs(d - size))[:4])

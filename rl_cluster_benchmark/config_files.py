@@ -54,7 +54,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"{file}: is not valid YAML{where} ({getattr(error, 'problem', None) or error}).") from None
@@ -81,7 +81,7 @@ def find_config(path: str | Path) -> Path:
     if file.is_file():
         return file
     preset = preset_dir() / f"{file.stem}.yaml"
-    if preset.is_file() and file.parent.name in ("", "config"):
+    if preset.is_file() and str(file.parent) in (".", "config") and file.suffix in ("", ".yaml"):
         return preset
     near = difflib.get_close_matches(file.stem, presets(), n=1)
     hint = f" Did you mean the preset {near[0]}?" if near else f" Presets: {', '.join(presets())}."
@@ -95,7 +95,7 @@ def parse_assignment(text: str) -> tuple[str, object]:
         raise UserError(f"--set {text}: write it as section.key=value, for example --set training.gamma=0.99.")
     try:
         return key.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"--set {text}: the value is not valid YAML; put it in quotes.") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +24,6 @@ from rl_cluster_benchmark.execution.loop import load_weights
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
-from rl_cluster_benchmark.run.files import write_json
 from rl_cluster_benchmark.seeding import stream
 from rl_cluster_benchmark.video import Screen, open_screen
 
@@ -68,22 +68,28 @@ def evaluate_checkpoint(
 ) -> int:
     """`rlcb evaluate`: print the results of a checkpoint; returns the exit status."""
     screen = open_screen(video, render)
+    if json_file is not None and not Path(json_file).parent.is_dir():
+        raise UserError(f"--json {json_file}: the folder {Path(json_file).parent} does not exist.")
     path = Path(checkpoint_file) if checkpoint_file else _newest_checkpoint()
     state = checkpoint.load(path)
     config = _config_of(state, overrides, algorithm, num_threads)
     name = ALGORITHM_NAMES[config.algorithm]
-    if config.env.game is None:
-        levels = "all"
+    hardware.check_device(config.hardware.device)
+    if config.env.game is None or (levels == "test" and config.env.num_levels == 0):
+        levels = "all"  # nothing was held back from training
     print("\n".join(_header(name, config, state, path, levels)), flush=True)
     result = evaluate(
         config, state, num_episodes=num_episodes, deterministic=deterministic, levels=levels, seed=seed, screen=screen
     )
     print("\n".join(block(f"{name} Evaluation Results", result)))
-    if json_file:
-        write_json(Path(json_file), asdict(result))
-        print(f"Saved {json_file}")
     if screen is not None:
         screen.close()
+    if json_file is not None:
+        try:
+            Path(json_file).write_text(json.dumps(asdict(result), indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"Cannot write {json_file} ({error.strerror or error}).") from None
+        print(f"Saved {json_file}")
     return 0
 
 
@@ -166,21 +172,26 @@ def play(
     rewards: list[float] = []
     lengths: list[int] = []
     observations = env.reset()
-    with tqdm(total=num_episodes, desc="Evaluating", disable=None, file=sys.stderr) as bar:
+    shown = observations.copy()  # an environment that has played its episodes stays on its last frame
+    if screen is not None:
+        screen(shown)
+    with tqdm(total=num_episodes, desc="Evaluating", disable=None if sys.stderr else True, file=sys.stderr) as bar:
         while to_play.any():
-            if screen is not None:
-                screen(observations)
-            playing = np.flatnonzero((to_play > 0) & ~just_ended)
+            active = to_play > 0
+            playing = np.flatnonzero(active & ~just_ended)
             actions = np.zeros(env.num_envs, dtype=np.int32)
             gumbel = -np.log(noise.standard_exponential((env.num_envs, env.num_actions)))
             if len(playing):
                 logits = policy(observations[playing])
                 actions[playing] = (logits if deterministic else logits + gumbel[playing]).argmax(-1)
             observations, step_rewards, terminated, truncated = env.step(actions)
+            if screen is not None:
+                shown[active] = observations[active]
+                screen(shown)
             reward[playing] += step_rewards[playing]
             length[playing] += 1
             just_ended = terminated | truncated
-            for i in np.flatnonzero(just_ended & (to_play > 0)):
+            for i in np.flatnonzero(just_ended & active):
                 rewards.append(float(reward[i]))
                 lengths.append(int(length[i]))
                 reward[i], length[i] = 0.0, 0
@@ -192,7 +203,7 @@ def play(
 def confidence_interval(samples: NDArray[np.float64], resamples: int = 10_000) -> tuple[float, float]:
     """95% bootstrap interval of the mean."""
     generator = np.random.default_rng(0)
-    means = generator.choice(samples, size=(resamples, len(samples))).mean(axis=1)
+    means = [generator.choice(samples, size=len(samples)).mean() for _ in range(resamples)]
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 

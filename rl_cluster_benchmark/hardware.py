@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -133,10 +134,10 @@ def plan(config: Config) -> Plan:
 
 def _precision(config: Config, machine: Machine) -> tuple[str, str]:
     """(the one to use, why)."""
-    if config.hardware.precision != "auto":
-        return config.hardware.precision, "set"
     if config.env.game is None:
         return "float32", "small vectors"
+    if config.hardware.precision != "auto":
+        return config.hardware.precision, "set"
     if config.hardware.device != "cpu":
         return "float32", "auto is float32 on cuda"
     if machine.fast_bfloat16:
@@ -167,6 +168,19 @@ def prepare_process(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     if torch.get_num_interop_threads() != 1:
         torch.set_num_interop_threads(1)
+
+
+def check_device(name: str) -> None:
+    """Say so if a CUDA device is asked for that is not there."""
+    if name == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(f"hardware.device = {name}, but this torch sees no CUDA device; use cpu.")
+    index = torch.device(name).index
+    if index is not None and index >= torch.cuda.device_count():
+        raise UserError(f"hardware.device = {name}, but there are {torch.cuda.device_count()} devices.")
 
 
 def dtype(precision: str) -> torch.dtype:

@@ -15,9 +15,9 @@ from rl_cluster_benchmark.training import train
 EPISODES = 100
 
 
-def quickstart(config: Config, signals: Signals) -> int:
+def quickstart(config: Config, signals: Signals, *, overwrite: bool) -> int:
     directory = RunDirectory.of(config)
-    status = train(config, signals, overwrite=True)
+    status = train(config, signals, overwrite=overwrite)
     if status != 0:
         return status
     signals.restore()

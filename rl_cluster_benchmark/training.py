@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
-import torch
-
 from rl_cluster_benchmark import hardware, kernels
 from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.execution import data_parallel, sequential
 from rl_cluster_benchmark.execution.loop import ALGORITHMS
 from rl_cluster_benchmark.run import checkpoint, summary
@@ -19,34 +18,39 @@ from rl_cluster_benchmark.run.stop import Signals
 
 EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
 
+BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
+
 
 def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: bool = False) -> int:
     """Train as the config says; returns the exit status."""
     _check_available(config)
-    _check_device(config)
+    hardware.check_device(config.hardware.device)
     config, plan = hardware.resolve(config)
+    _check_memory(config, plan)
     directory = RunDirectory.of(config)
-    lock = directory.claim(resume=resume, overwrite=overwrite)
+    lock = directory.claim(may_hold_a_run=resume or overwrite)
     try:
         found = checkpoint.newest(directory) if resume else None
-        resumed_from = found[1] if found else None
+        resumed_path, resumed_from = found or (None, None)
         if resumed_from is not None:
             _check_same_task(config, resumed_from)
         print("\n".join(_header(config, plan, directory)), flush=True)
-        if found is not None:
-            progress = found[1]["progress"]
-            print(f"Resumed from {found[0]}: {progress['steps']:,} steps, {progress['updates']:,} updates.", flush=True)
+        if resumed_from is not None:
+            steps, updates = resumed_from["progress"]["steps"], resumed_from["progress"]["updates"]
+            print(f"Resumed from {resumed_path}: {steps:,} steps, {updates:,} updates.", flush=True)
         elif resume:
             print("No checkpoint to resume from: starting at the beginning.", flush=True)
         kernels.available()  # compile now, not in the first rollout, and once for all workers
-        run = Run(config, plan, directory, signals, *(found or ()))
+        run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
+        if run.is_complete() or run.should_stop():
+            print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
         try:
             with run:
                 EXECUTIONS[config.mode](run)
-        except TrainingFailedError:
-            print(summary.block(run.summary, directory))
-            raise
-        print(summary.block(run.summary, directory))
+        finally:
+            if run.summary is not None:
+                with contextlib.suppress(OSError):
+                    print(summary.block(run.summary, directory), flush=True)
         return exit_status(run)
     finally:
         os.close(lock)
@@ -61,15 +65,14 @@ def _check_available(config: Config) -> None:
         )
 
 
-def _check_device(config: Config) -> None:
-    if config.hardware.device == "cpu":
-        return
-    device = torch.device(config.hardware.device)
-    if not torch.cuda.is_available():
-        raise UserError(f"hardware.device = {config.hardware.device}, but this torch sees no CUDA device; use cpu.")
-    if device.index is not None and device.index >= torch.cuda.device_count():
+def _check_memory(config: Config, plan: hardware.Plan) -> None:
+    """The rollout must fit: a clear word now instead of an allocation that fails later."""
+    size = config.rollout_size * BYTES_PER_OBSERVATION["game" if config.env.game else "toy"]
+    if size > plan.machine.memory_bytes:
         raise UserError(
-            f"hardware.device = {config.hardware.device}, but there are {torch.cuda.device_count()} devices."
+            f"A rollout of {config.env.num_envs:,} environments x {config.training.n_steps:,} steps takes "
+            f"{size / 2**30:,.0f} GiB, this machine has {plan.machine.memory_bytes / 2**30:,.0f}; "
+            "use fewer environments or steps."
         )
 
 

@@ -43,12 +43,14 @@ class Recorder:
             raise UserError(f"--video {path}: the name must end in .gif or .mp4.")
         if not path.parent.is_dir():
             raise UserError(f"--video {path}: the folder {path.parent} does not exist.")
+        if not os.access(path.parent, os.W_OK) or path.is_dir():
+            raise UserError(f"--video {path} cannot be written.")
         if path.suffix == ".mp4":
             _ffmpeg()
 
     def __call__(self, observations: NDArray) -> None:
         if len(self.frames) < MAX_FRAMES:
-            self.frames.append(tile(observations))
+            self.frames.append(tile(observations))  # a copy: the array may be used again
 
     def close(self) -> None:
         try:

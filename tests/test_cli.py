@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import ROOT, environment, rlcb, tiny_run
 
+from rl_cluster_benchmark.run import checkpoint
+
 
 def is_one_sentence(done, *texts, status=2):
     """A clear message on stderr, no traceback, the exit status."""
@@ -70,6 +72,11 @@ def test_threads_are_set_before_numpy_and_torch_start():
         (("--set", "training.gamma=["), ("not valid YAML",)),
         (("--set", "training.gamma.x=1"), ("training.gamma",)),
         (("--device", "cuda:99"), ("cuda",)),
+        (("--device", "cuda:99999999999999999999"), ("cuda:N",)),
+        (("--num-envs", "100000000"), ("env.num_envs", "at most 65536")),
+        (("--num-envs", "60000", "--set", "training.n_steps=100000"), ("GiB, this machine has",)),
+        (("--num-threads", "100000"), ("hardware.num_threads", "at most")),
+        (("--set", "output_dir=2024-13-45"), ("the value is not valid YAML",)),
         (("--algorithm", "dqn"), ("algorithm = 'dqn'",)),
         (("--algorithm", "impala"), ("IMPALA in sequential mode is not part of this version",)),
         (("--mode", "distributed"), ("PPO in distributed mode is not part of this version",)),
@@ -121,8 +128,10 @@ def test_wrong_checkpoints(trained, tmp_path):
         file.write_bytes(bad)
         is_one_sentence(evaluate(file), "damaged")
     torch.save({"weights": 1}, tmp_path / "other.pt")
-    is_one_sentence(evaluate(tmp_path / "other.pt"), "is not a checkpoint of this program")
-    is_one_sentence(evaluate(trained), "does not exist")
+    is_one_sentence(evaluate(tmp_path / "other.pt"), "no checkpoint")
+    checkpoint.save(tmp_path / "empty.pt", {"weights": 1})
+    is_one_sentence(evaluate(tmp_path / "empty.pt"), "is not a checkpoint of this program")
+    is_one_sentence(evaluate(trained), "is a directory; give a checkpoint file")
 
 
 class Bomb:
@@ -137,8 +146,10 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     trace = tmp_path / "exploded"
     torch.save({"format_version": 1, "bomb": Bomb(trace)}, tmp_path / "zipped.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Bomb(trace)))
-    is_one_sentence(evaluate(tmp_path / "zipped.pt"), "could run code")
-    is_one_sentence(evaluate(tmp_path / "plain.pt"), "damaged")
+    checkpoint.save(tmp_path / "disguised.pt", {"bomb": Bomb(trace)})
+    is_one_sentence(evaluate(tmp_path / "zipped.pt"), "no checkpoint")
+    is_one_sentence(evaluate(tmp_path / "plain.pt"), "no checkpoint")
+    is_one_sentence(evaluate(tmp_path / "disguised.pt"), "could run code")
     assert not trace.exists()
 
 

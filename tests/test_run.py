@@ -264,6 +264,75 @@ def test_a_damaged_checkpoint_is_passed_over(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"Checkpoint {newest} is damaged or cut short" in done.stdout
     assert f"Resumed from {before}" in done.stdout
+    assert newest.with_suffix(".pt.damaged").exists()
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(trained, tmp_path):
+    output = tmp_path / "run"
+    subprocess.run(["cp", "-r", trained, output], check=True)
+    for file in (output / "checkpoints").glob("*.pt"):
+        file.write_bytes(b"gone")
+    before = read_metrics(output)
+    done = tiny_run(output, "--resume", timesteps=6000)
+    assert done.returncode == 2
+    assert "can be read any more; --overwrite starts the run anew" in done.stderr
+    assert read_metrics(output) == before
+
+
+def test_a_mistake_leaves_the_run_as_it_was(trained, tmp_path):
+    """A refused --resume or --overwrite changes nothing; a refused new run leaves the directory free."""
+    output = tmp_path / "run"
+    subprocess.run(["cp", "-r", trained, output], check=True)
+    files = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+    for way in (("--resume", "--set", "model.mlp_sizes=[32]"), ("--overwrite", "--set", "model.architecture=impala")):
+        assert tiny_run(output, *way, timesteps=6000).returncode == 2
+        assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == files
+    assert tiny_run(tmp_path / "new", "--set", "model.architecture=impala").returncode == 2
+    assert tiny_run(tmp_path / "new", timesteps=600).returncode == 0
+
+
+def test_the_reader_of_the_output_may_go_away(tmp_path):
+    """Ctrl-C on `rlcb train | tee log` ends tee first; the run must still save."""
+    output = tmp_path / "run"
+    process = start(output)
+    wait_for_updates(output, 3, process)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 128 + signal.SIGINT
+    assert json.loads((output / "training_summary.json").read_text())["state"] == "interrupted"
+    assert list((output / "checkpoints").glob("*.pt"))
+
+
+def test_diverged_weights_are_not_saved(tmp_path):
+    output = tmp_path / "run"
+    done = tiny_run(output, "--batch-size", 512, "--set", "training.n_epochs=1", "--learning-rate", "1e38",
+                    "--set", "training.save_interval=1")  # fmt: skip
+    assert done.returncode == 1
+    assert "weights became NaN or infinite" in done.stderr
+    assert not list((output / "checkpoints").glob("*.pt"))
+
+
+@pytest.mark.parametrize("args", [("--num-envs", 1, "--batch-size", 1), ("--num-envs", 2, "--batch-size", 1)])
+def test_the_smallest_sizes_work(args, tmp_path):
+    tiny = ("--set", "training.n_steps=1", "--total-timesteps", 60, "--num-threads", 1)
+    done = rlcb("train", "--env", "Catch-v0", *args, *tiny, "--output-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+
+
+def test_tensorboard_after_a_restart_from_the_beginning(tmp_path):
+    output = tmp_path / "run"
+    process = start(output)
+    wait_for_updates(output, 3, process)
+    time.sleep(0.2)
+    process.kill()
+    process.communicate()
+    assert not list((output / "checkpoints").glob("*.pt"))
+    done = tiny_run(output, "--resume", timesteps=2000)
+    assert "starting at the beginning" in done.stdout
+    events = EventAccumulator(str(output / "logs" / "PPO_Sequential"), size_guidance={"scalars": 0})
+    events.Reload()
+    steps = [event.step for event in events.Scalars("losses/entropy")]
+    assert steps == [line["step"] for line in read_metrics(output)]
 
 
 def test_two_runs_cannot_share_a_directory(tmp_path):

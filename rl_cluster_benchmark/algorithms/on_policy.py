@@ -112,6 +112,7 @@ class OnPolicyLearner:
             weight, advantages = batch.valid[rows].double(), batch.advantages[rows].double()
             sums.append(torch.stack([weight.sum(), weight @ advantages, weight @ advantages.square()]))
         count, total, squares = self.reduce(torch.stack(sums).cpu()).unbind(1)
+        count = count.clamp(min=1)  # a minibatch of resets alone weighs nothing
         mean = total / count
         std = (squares / count - mean.square()).clamp(min=0).sqrt()
         return [Moments(*values) for values in zip(count.tolist(), mean.tolist(), std.tolist(), strict=True)]
@@ -167,6 +168,8 @@ class OnPolicyLearner:
         errors = returns - batch.values
         sums = [weight.sum(), *(weight @ x for x in (returns, returns.square(), errors, errors.square()))]
         count, total, squares, error, error_squares = self.reduce(torch.stack(sums).cpu()).tolist()
+        if count == 0:
+            return 0.0
         variance = squares / count - (total / count) ** 2
         error_variance = error_squares / count - (error / count) ** 2
         return 1 - error_variance / variance if variance > 0 else 0.0

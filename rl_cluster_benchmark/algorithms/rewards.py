@@ -36,6 +36,8 @@ class RewardNormalizer:
         """Merge the moments of new returns into the running ones (Chan's formula)."""
         moments = torch.stack([torch.tensor(float(len(returns))).double(), returns.sum(), returns.square().sum()])
         count, total, squares = self.reduce(moments).tolist()
+        if count == 0:
+            return
         mean = total / count
         variance = max(0.0, squares / count - mean * mean)
         delta, new_count = mean - self.mean, self.count + count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,14 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
         raise UserError(f"{log_file} holds no metrics; give the metrics.jsonl of a run that has made an update.")
     output = Path(output) if output else log_file.with_name("metrics.png")
 
-    import matplotlib
+    try:
+        import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+        from matplotlib.ticker import EngFormatter, MaxNLocator
+    except ImportError:
+        raise UserError("Plots need matplotlib: pip install matplotlib.") from None
 
     figure, axes = plt.subplots(2, 4, figsize=(17, 7), constrained_layout=True)
     for axis, (title, label, names) in zip(axes.flat, PANELS, strict=True):
@@ -74,7 +78,8 @@ def _env_of(log_file: Path) -> EnvConfig | None:
     """The environment of the run a log belongs to: its config.yaml is beside the log or two folders up."""
     for candidate in (log_file.parent / "config.yaml", log_file.parent.parent.parent / "config.yaml"):
         if candidate.is_file():
-            return configs.load(candidate).env
+            with contextlib.suppress(UserError):  # somebody else's config.yaml
+                return configs.load(candidate).env
     return None
 
 

@@ -28,6 +28,7 @@ from rl_cluster_benchmark.run.run import Run
 from rl_cluster_benchmark.timing import PHASES, PhaseClock
 
 GO_ON, TIME_IS_UP, INTERRUPTED = 0, 1, 2
+SMALL_SPARE = 64  # doubles besides the moments of an update's minibatches: counters, statistics
 VECTOR_SPARE = 64  # floats behind the gradient, for the loss statistics
 
 
@@ -45,7 +46,9 @@ def train(run: Run) -> None:
     )
     use_gloo = config.parallel.reduce == "gloo"
     store = _gloo_store() if use_gloo else None
-    means = SharedMemoryReducer.allocate(num_workers, _vector_size(config)) if store is None else store.port
+    minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
+    sizes = (num_workers, _vector_size(config), 3 * minibatches + SMALL_SPARE)
+    means = SharedMemoryReducer.allocate(*sizes) if store is None else store.port
     args = (config, plan, shards, shared, means, run.resumed_path, run.progress_state())
 
     def look() -> None:

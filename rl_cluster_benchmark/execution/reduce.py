@@ -15,22 +15,21 @@ from torch import Tensor
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.timing import PhaseClock
 
-SMALL = 4096  # doubles: statistics, counters
 SPIN_SECONDS = 0.0005
 NAP_SECONDS = 0.00005
 
 
 class SharedMemoryReducer:
     @staticmethod
-    def allocate(num_workers: int, vector_size: int) -> SharedTensors:
-        """The memory it needs, made once by the parent process."""
+    def allocate(num_workers: int, vector_size: int, small_size: int) -> SharedTensors:
+        """The memory it needs, made once by the parent: for the gradient, and in doubles for anything else."""
         return SharedTensors(
             {
                 "arrivals": ((num_workers, 8), torch.int64),  # a cache line for each
                 "vectors": ((num_workers, vector_size), torch.float32),
                 "vector_sum": ((vector_size,), torch.float32),
-                "small": ((num_workers, SMALL), torch.float64),
-                "small_sum": ((SMALL,), torch.float64),
+                "small": ((num_workers, small_size), torch.float64),
+                "small_sum": ((small_size,), torch.float64),
             }
         )
 

@@ -91,7 +91,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home directory
         return None
     return library if _agrees_with_torch(library) else None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-import pickle
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,15 @@ from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.files import write_atomically
 
 FORMAT_VERSION = 1
-REQUIRED = ("format_version", "config", "model", "algorithm", "progress", "observation_shape", "num_actions")
+REQUIRED = {
+    "config": dict,
+    "model": dict,
+    "algorithm": dict,
+    "progress": dict,
+    "observation_shape": list,
+    "num_actions": int,
+}
+MARK = b"RLCB-SHA256:"  # behind torch's file, before its digest
 
 
 class DamagedCheckpointError(UserError):
@@ -23,7 +31,8 @@ class DamagedCheckpointError(UserError):
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    write_atomically(path, pack({"format_version": FORMAT_VERSION} | state))
+    content = pack({"format_version": FORMAT_VERSION} | state)
+    write_atomically(path, content + MARK + hashlib.sha256(content).digest())
 
 
 def pack(state: dict[str, Any]) -> bytes:
@@ -33,48 +42,61 @@ def pack(state: dict[str, Any]) -> bytes:
 
 
 def unpack(content: bytes) -> dict[str, Any]:
-    return torch.load(io.BytesIO(content), weights_only=True)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def load(path: Path) -> dict[str, Any]:
+    """A checkpoint that this program wrote, whole. Anything else is refused before any of it is interpreted."""
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; give a checkpoint file.{_others_there(path / 'x')}")
     if not path.is_file():
         raise UserError(f"Checkpoint {path} does not exist.{_others_there(path)}")
     try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()  # compares every part with its CRC-32
-        if broken is not None:
-            raise DamagedCheckpointError(f"Checkpoint {path} is damaged ({broken} has the wrong checksum).")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"Checkpoint {path} cannot be read ({error.strerror or error}).") from None
-    except pickle.UnpicklingError:
+    content, mark, digest = data.rpartition(MARK)
+    if not mark or hashlib.sha256(content).digest() != digest:
+        raise DamagedCheckpointError(f"Checkpoint {path} is damaged or cut short, or is no checkpoint.")
+    try:
+        state = unpack(content)
+    except Exception:  # whatever a hostile file makes the reader throw
         raise DamagedCheckpointError(
             f"Checkpoint {path} was refused: it holds more than tensors and plain values; loading it could run code."
         ) from None
-    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError):
-        raise DamagedCheckpointError(f"Checkpoint {path} is damaged or cut short, or is no checkpoint.") from None
-    if not isinstance(state, dict) or any(key not in state for key in REQUIRED):
+    if not isinstance(state, dict) or any(not isinstance(state.get(key), kind) for key, kind in REQUIRED.items()):
         raise DamagedCheckpointError(f"{path} is not a checkpoint of this program.")
-    if state["format_version"] != FORMAT_VERSION:
+    if state.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"Checkpoint {path} has format {state['format_version']}, this version reads {FORMAT_VERSION}; "
+            f"Checkpoint {path} has format {state.get('format_version')}, this version reads {FORMAT_VERSION}; "
             "use the version of the program that wrote it."
         )
     return state
 
 
-def newest(directory: RunDirectory, warn: Any = print) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint of a run that can be read; damaged ones are reported and passed over."""
-    found = []
+def newest(directory: RunDirectory, warn: Callable[[str], None] = print) -> tuple[Path, dict[str, Any]] | None:
+    """The newest good checkpoint of a run, None if there is none yet.
+
+    Damaged ones are reported and put out of the way; that none is good any more is an error, not a new beginning.
+    """
+    found, damaged = [], 0
     for path in [directory.final_checkpoint(), *directory.step_checkpoints()]:
-        if path.exists():
-            try:
-                found.append((path, load(path)))
-            except DamagedCheckpointError as error:
-                warn(f"Warning: {error} Trying the one before it.")
-                continue
-            if path != directory.final_checkpoint():
-                break
+        if not path.exists():
+            continue
+        try:
+            found.append((path, load(path)))
+        except DamagedCheckpointError as error:
+            damaged += 1
+            path.rename(path.with_suffix(".pt.damaged"))
+            warn(f"Warning: {error} It is now called {path.name}.damaged; trying the one before it.")
+            continue
+        if path != directory.final_checkpoint():
+            break
+    if damaged and not found:
+        raise UserError(
+            f"No checkpoint in {directory.checkpoints} can be read any more; --overwrite starts the run anew, "
+            "another --output-dir leaves it as it is."
+        )
     return max(found, key=lambda item: item[1]["progress"]["steps"], default=None)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +61,10 @@ class RunDirectory:
     def holds_a_run(self) -> bool:
         return self.config.exists() or self.metrics_log.exists() or any(self.checkpoints.glob(f"{self.name}_*.pt"))
 
-    def claim(self, *, resume: bool, overwrite: bool) -> int:
+    def claim(self, *, may_hold_a_run: bool) -> int:
         """Make the directory and lock it for this process; returns the lock, to be held open.
 
-        A directory that already holds a run is only touched to resume or, when asked, to overwrite that run.
+        A directory that already holds a run is refused, unless that run is to be resumed or overwritten.
         """
         try:
             for directory in (self.root, self.checkpoints, self.logs):
@@ -80,26 +79,21 @@ class RunDirectory:
         except OSError:
             os.close(lock)
             raise UserError(f"{self.root} is in use by another run; choose another --output-dir.") from None
-        if overwrite:
-            self._remove_run()
-        elif not resume and self.holds_a_run():
+        if not may_hold_a_run and self.holds_a_run():
             os.close(lock)
             raise UserError(
                 f"{self.root} already holds a run. Add --resume to go on with it, --overwrite to replace it, "
                 "or choose another --output-dir."
             )
-        remove_leftovers(self.root)
-        remove_leftovers(self.checkpoints)
+        for directory in (self.root, self.checkpoints, self.logs):
+            remove_leftovers(directory)
         return lock
 
-    def _remove_run(self) -> None:
+    def remove_run(self) -> None:
         for file in (self.config, self.summary, self.root / "benchmark_metrics.json", self.metrics, self.metrics_log):
             file.unlink(missing_ok=True)
         for file in [*self.checkpoints.glob(f"{self.name}_*.pt"), *self.logs.glob("events.out.tfevents.*")]:
             file.unlink(missing_ok=True)
-
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.root).free
 
 
 def _steps_in_name(file: Path) -> int:

@@ -36,7 +36,8 @@ def write_json(path: Path, data: Any) -> None:
 def remove_leftovers(directory: Path) -> None:
     """Temporary files of a process that was killed while it wrote."""
     for leftover in directory.glob(f".*{TEMPORARY_SUFFIX}"):
-        leftover.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            leftover.unlink(missing_ok=True)
 
 
 def cannot_write(path: Path, error: OSError) -> TrainingFailedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Iterable
@@ -15,17 +16,17 @@ KEYS = ("step", "time", "update")  # of each line; all others are scalars named 
 
 
 class MetricsWriter:
-    def __init__(self, path: Path, *, tensorboard: bool, first_step: int) -> None:
+    def __init__(self, path: Path, *, tensorboard: bool, resumed_at: int | None) -> None:
         self.path = path
-        self._file = path.open("a", encoding="utf-8")
         self._tensorboard: Any = None
-        if tensorboard:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                from torch.utils.tensorboard import SummaryWriter
-            # TensorBoard drops what an interrupted run wrote after the checkpoint that this one starts from.
-            purge = first_step + 1 if first_step else None
-            self._tensorboard = SummaryWriter(str(path.parent), purge_step=purge)
+        try:
+            self._file = path.open("a", encoding="utf-8")
+            if tensorboard:
+                # TensorBoard drops what an interrupted run wrote after the checkpoint that this one starts from.
+                purge = resumed_at + 1 if resumed_at is not None else None
+                self._tensorboard = _summary_writer()(str(path.parent), purge_step=purge)
+        except OSError as error:
+            raise cannot_write(path, error) from None
 
     def write(self, line: dict[str, float]) -> None:
         try:
@@ -39,13 +40,31 @@ class MetricsWriter:
             raise cannot_write(self.path, error) from None
 
     def flush(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.flush()
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
 
     def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        """Every line was flushed when it was written: what cannot be written now was reported then."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+
+
+def _summary_writer() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "tensorboard is not installed: pip install tensorboard, or --set logging.tensorboard=false."
+        ) from None
+    return SummaryWriter
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Progress:
         self._bar: tqdm | None = None
         self._last_line = 0.0
         self._last_status: Status | None = None
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             self._bar = tqdm(total=1000, bar_format="{desc}{percentage:3.0f}%|{bar}|{postfix}", dynamic_ncols=True)
             self._bar.set_description("Training: ")
 
@@ -64,7 +65,8 @@ class Progress:
 
     def _print(self) -> None:
         assert self._last_status is not None
-        print(self._last_status.line(), flush=True)
+        with contextlib.suppress(OSError, ValueError):  # the reader of our output is gone; the run goes on
+            print(self._last_status.line(), flush=True)
         self._last_line, self._last_status = time.monotonic(), None
 
 

@@ -39,11 +39,14 @@ class Run:
         plan: Plan,
         directory: RunDirectory,
         signals: Signals,
+        *,
+        resume: bool = False,
         resumed_path: Path | None = None,
         resumed_from: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
-        self.resumed_path, self.resumed_from = resumed_path, resumed_from
+        self.resume, self.resumed_path, self.resumed_from = resume, resumed_path, resumed_from
+        self.summary: dict[str, Any] | None = None
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
         self.steps = self.updates = 0
@@ -52,11 +55,7 @@ class Run:
         self._elapsed_before = self._cpu_before = 0.0
         if resumed_from is not None:
             self._restore(resumed_from["progress"])
-        write_atomically(directory.config, configs.to_yaml(config).encode())
-        metrics.cut_after(directory.metrics_log, self.updates)
-        self._metrics = metrics.MetricsWriter(
-            directory.metrics_log, tensorboard=config.logging.tensorboard, first_step=self.steps
-        )
+        self._metrics: metrics.MetricsWriter | None = None
         self._progress: Progress | None = None
         self._started = self._cpu_started = self._last_memory = 0.0
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
@@ -64,7 +63,16 @@ class Run:
     # The course of a run
 
     def start(self) -> None:
-        """From here on time counts."""
+        """From here on time counts, and files are written: whatever could be wrong with the input has been found."""
+        if not self.resume:
+            self.directory.remove_run()
+        write_atomically(self.directory.config, configs.to_yaml(self.config).encode())
+        metrics.cut_after(self.directory.metrics_log, self.updates)
+        self._metrics = metrics.MetricsWriter(
+            self.directory.metrics_log,
+            tensorboard=self.config.logging.tensorboard,
+            resumed_at=self.steps if self.resume else None,
+        )
         self._progress = Progress()
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._last_checkpoint = self._started
@@ -126,6 +134,7 @@ class Run:
         """The last checkpoint: final, or of a step when the run was interrupted."""
         path = self.directory.step_checkpoint(self.steps) if self.interrupted() else self.directory.final_checkpoint()
         self._save(path, state)
+        checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
 
     # What is written
 
@@ -144,8 +153,9 @@ class Run:
         line |= {f"time/{name}": share for name, share in self.clock.shares(now).items()}
         line["system/memory_gb"] = self._memory / 1e9
         line["system/cpu_utilization"] = self.cpu_seconds / now / self.plan.machine.usable_cores
-        self._metrics.write(line)
+        assert self._metrics is not None
         assert self._progress is not None
+        self._metrics.write(line)
         left = now / self.fraction * (1 - self.fraction) if self.fraction > 0 else None
         self._progress.show(
             Status(
@@ -163,7 +173,13 @@ class Run:
         )
 
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
+        if not all(bool(tensor.isfinite().all()) for tensor in learner["model"].values()):
+            raise TrainingFailedError(
+                f"The network's weights became NaN or infinite by update {self.updates}; the last good checkpoint is "
+                "kept. A smaller training.learning_rate may help."
+            )
         checkpoint.save(path, learner | {"config": configs.to_dict(self.config), "progress": self.progress_state()})
+        assert self._metrics is not None
         self._metrics.flush()
         self._last_checkpoint = time.perf_counter()
 
@@ -209,15 +225,18 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._metrics is None:  # it never started
+            return
         try:
-            if self._progress is not None:
-                self._progress.close()
             if error is None:
                 self._end()
             elif isinstance(error, TrainingFailedError):
-                self._summarise("failed", str(error))
+                with contextlib.suppress(TrainingFailedError):  # the disk that is full: one report is enough
+                    self._summarise("failed", str(error))
         finally:
             self._metrics.close()
+            if self._progress is not None:
+                self._progress.close()
 
     def _end(self) -> None:
         self._read_memory()
@@ -227,9 +246,9 @@ class Run:
             self._summarise("finished", None)
 
     def _summarise(self, state: str, reason: str | None) -> None:
-        metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))
         self.summary = summary.build(self, state, reason)
         summary.write(self.directory, self.summary)
+        metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))
 
     def final_fps(self) -> float:
         """Over the last updates of this process."""

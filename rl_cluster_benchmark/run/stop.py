@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 from types import FrameType
+
+STDERR = 2
 
 
 class Signals:
-    """The first SIGINT or SIGTERM asks the run to end in good order; a second one ends the process at once."""
+    """The first SIGINT, SIGTERM or SIGHUP asks the run to end in good order; a second one ends the process at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._previous: dict[int, object] = {}
 
     def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
@@ -29,5 +31,6 @@ class Signals:
             os._exit(128 + number)
         self.received = number
         name = signal.Signals(number).name
-        # Not print(): the signal may arrive in the middle of one.
-        os.write(sys.__stderr__.fileno(), f"\n{name}: finishing and saving; once more ends at once.\n".encode())  # type: ignore[union-attr]
+        # Not print(): the signal may arrive in the middle of one. And whoever read our output may be gone.
+        with contextlib.suppress(OSError):
+            os.write(STDERR, f"\n{name}: finishing and saving; once more ends at once.\n".encode())
