@@ -35,5 +35,6 @@ class PhaseClock:
 
     def shares(self, total: float) -> dict[str, float]:
         """Each phase's share of `total` seconds; "other" makes them add up to one."""
-        shares = {name: seconds / total if total > 0 else 0.0 for name, seconds in self.seconds.items()}
-        return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
+        total = max(total, sum(self.seconds.values()), 1e-9)  # workers' clocks may run a moment ahead of the parent's
+        shares = {name: seconds / total for name, seconds in self.seconds.items()}
+        return shares | {"other": 1.0 - sum(shares.values())}
