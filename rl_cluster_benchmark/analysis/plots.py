@@ -10,6 +10,7 @@ from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.analysis import published
 from rl_cluster_benchmark.config import EnvConfig
 from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run.episodes import WINDOW
 from rl_cluster_benchmark.run.metrics import read_lines
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
     figure, axes = plt.subplots(2, 4, figsize=(17, 7), constrained_layout=True)
     for axis, (title, label, names) in zip(axes.flat, PANELS, strict=True):
         for name, legend in names.items():
-            points = [(line["step"], line[name]) for line in lines if name in line]
-            axis.plot(*zip(*points, strict=True) if points else ([], []), label=legend, linewidth=1.4)
+            _draw(axis, [line for line in lines if name in line], name, legend)
         axis.set_title(title)
         axis.set_xlabel("environment steps")
         axis.set_ylabel(label)
@@ -72,6 +72,23 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
     finally:
         plt.close(figure)
     return output
+
+
+def _draw(axis: Axes, lines: list[dict[str, float]], name: str, legend: str) -> None:
+    """One curve. The first mean rewards are of short episodes only, as no other has ended: they are drawn faintly."""
+    first = 0
+    if name == "charts/episodic_return":
+        first = next((i for i, line in enumerate(lines) if line["charts/episodes"] >= WINDOW), len(lines))
+        early = lines[: first + 1]
+        if len(early) > 1:
+            label = f"before {WINDOW} episodes ended: short ones only"
+            axis.plot(
+                [line["step"] for line in early], [line[name] for line in early], ":", color="silver", label=label
+            )
+            axis.legend(frameon=False)
+    axis.plot(
+        [line["step"] for line in lines[first:]], [line[name] for line in lines[first:]], label=legend, linewidth=1.4
+    )
 
 
 def _env_of(log_file: Path) -> EnvConfig | None:
