@@ -42,7 +42,7 @@ class Progress:
         self._last_status: Status | None = None
         if sys.stderr is not None and sys.stderr.isatty():
             self._bar = tqdm(total=1000, bar_format="{desc}{percentage:3.0f}%|{bar}|{postfix}", dynamic_ncols=True)
-            self._bar.set_description("Training: ")
+            self._bar.set_description("Training")
 
     def show(self, status: Status) -> None:
         if self._bar is not None:
