@@ -190,7 +190,7 @@ def dtype(precision: str) -> torch.dtype:
 
 
 def _keep_freed_memory() -> None:
-    """By default glibc maps every large tensor anew and unmaps it when freed: a fifth of a training pass."""
+    """By default glibc maps every large tensor anew and unmaps it when freed, page faults included."""
     m_trim_threshold, m_mmap_threshold = -1, -3
     try:
         libc = ctypes.CDLL("libc.so.6")

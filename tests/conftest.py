@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.envs import Step
+from rl_cluster_benchmark.rollout import Rollout
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,6 +85,19 @@ class ScriptedEnv:
 
     def _observations(self) -> np.ndarray:
         return np.array([[i, self.episode[i], self.time[i]] for i in range(self.num_envs)], dtype=np.float32)
+
+
+def targets(rollout: Rollout, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) of a rollout with raw rewards."""
+    return gae(
+        rewards=rollout.rewards,
+        values=rollout.values,
+        last_values=rollout.last_values,
+        terminated=rollout.terminated,
+        truncated=rollout.truncated,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+    )
 
 
 @pytest.fixture(scope="session")

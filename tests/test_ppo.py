@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import ScriptedEnv
+from conftest import ScriptedEnv, targets
 
 from rl_cluster_benchmark.algorithms.learner import Learner
 from rl_cluster_benchmark.algorithms.on_policy import Batch, Samples
@@ -94,17 +94,7 @@ def test_one_epoch_one_minibatch_is_the_policy_gradient():
             gradients.append(tensor[: len(ppo.on_policy.learner.flat)].clone())
         return tensor
 
-    from rl_cluster_benchmark.algorithms.returns import gae
-
-    advantages, returns = gae(
-        rewards=rollout.rewards,
-        values=rollout.values,
-        last_values=rollout.last_values,
-        terminated=rollout.terminated,
-        truncated=rollout.truncated,
-        gamma=0.999,
-        gae_lambda=0.95,
-    )
+    advantages, returns = targets(rollout, gamma=0.999, gae_lambda=0.95)
     logits, values = ppo.on_policy.model(rollout.observations.flatten(0, 1))
     log_probs = logits.log_softmax(-1).gather(-1, rollout.actions.flatten().unsqueeze(-1)).squeeze(-1)
     loss = -log_probs * advantages.flatten() + 0.5 * 0.5 * (values - returns.flatten()).square()

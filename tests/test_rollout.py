@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import ScriptedEnv
+from conftest import ScriptedEnv, targets
 
 from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
 from rl_cluster_benchmark.rollout import Collector, Episode, sample
 from rl_cluster_benchmark.timing import PhaseClock
@@ -62,15 +61,7 @@ def test_a_reset_on_the_border_of_two_rollouts_is_masked_in_the_second():
 
 def test_truncation_bootstraps_from_the_true_last_frame_and_termination_from_nothing():
     rollout = collector(8).collect(0, never)
-    advantages, _ = gae(
-        rewards=rollout.rewards,
-        values=rollout.values,
-        last_values=rollout.last_values,
-        terminated=rollout.terminated,
-        truncated=rollout.truncated,
-        gamma=0.5,
-        gae_lambda=0.0,
-    )
+    advantages, _ = targets(rollout, gamma=0.5, gae_lambda=0.0)
     # The last step of the terminated episode: reward 3, value of its observation [0, 0, 2] is 20.
     assert float(advantages[2, 0]) == 3 - 20
     # The last step of the truncated one: reward 5, value of [0, 1, 1] is 110, of its last frame [0, 1, 2] is 120.
@@ -82,15 +73,7 @@ def test_truncation_bootstraps_from_the_true_last_frame_and_termination_from_not
 def test_no_advantage_leaks_over_the_end_of_an_episode():
     def advantages(scripts):
         rollout = collector(8, scripts).collect(0, never)
-        return gae(
-            rewards=rollout.rewards,
-            values=rollout.values,
-            last_values=rollout.last_values,
-            terminated=rollout.terminated,
-            truncated=rollout.truncated,
-            gamma=0.9,
-            gae_lambda=0.9,
-        )[0]
+        return targets(rollout, gamma=0.9, gae_lambda=0.9)[0]
 
     other_second_episode = [[SCRIPTS[0][0], ([-70.0, 90.0], "truncated")], SCRIPTS[1]]
     torch.testing.assert_close(advantages(SCRIPTS)[:3], advantages(other_second_episode)[:3])

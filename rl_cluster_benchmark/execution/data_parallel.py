@@ -27,7 +27,7 @@ from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 from rl_cluster_benchmark.timing import PHASES, PhaseClock
 
-GO_ON, TIME_IS_UP, INTERRUPTED = 0, 1, 2
+TIME_IS_UP, INTERRUPTED = 1, 2  # orders to the workers; 0 is none
 SMALL_SPARE = 64  # doubles besides the moments of an update's minibatches: counters, statistics
 VECTOR_SPARE = 64  # floats behind the gradient, for the loss statistics
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("pooling.c")
+BODY = Path(__file__).with_name("pooling_body.h")  # included by it
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC", "-shared")
 SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 LANES = 16
@@ -98,7 +99,9 @@ def _library() -> ctypes.CDLL | None:
 
 def _build(compiler: str) -> Path:
     """The shared library for this source and this CPU, from the cache or compiled now."""
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _cpu())).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        SOURCE.read_bytes() + BODY.read_bytes() + " ".join((compiler, *FLAGS, _cpu())).encode()
+    ).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_cluster_benchmark"
     library = cache / f"pooling-{key}.so"
     if not library.exists():
