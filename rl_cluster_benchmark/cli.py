@@ -314,6 +314,8 @@ def _scaling(args: argparse.Namespace) -> int:
 
     if args.num_envs is not None and args.envs_per_worker is not None:
         raise UserError("--num-envs fixes the total (strong scaling), --envs-per-worker the share (weak): give one.")
+    if args.num_envs is not None:
+        args.set.insert(0, "parallel.num_workers=null")  # the preset's number of workers says nothing here
     config = config_from(args)
     signals = Signals()
     signals.install()
