@@ -156,7 +156,7 @@ def test_figures_of_rounds():
 
 def test_a_sweep(tmp_path):
     output = tmp_path / "out"
-    done = rlcb(*call("--num-envs", 16, "--repeats", 2, "--workers", "1,2,4000", "--output-dir", output))
+    done = rlcb(*call("--num-envs", 16, "--workers", "1,2,4000", "--output-dir", output))
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in output.iterdir()) == [".lock", "scaling.csv", "scaling.json", "scaling.png"]
     assert "usable cores: 4000 workers" in done.stdout.replace(" 2, 4000", " 4000")
@@ -166,11 +166,10 @@ def test_a_sweep(tmp_path):
     assert [row["workers"] for row in report["rows"]] == COUNTS
     for row in report["rows"]:
         assert row["num_envs"] == 16
-        assert len(row["rounds"]) == 2
-        assert [len(r["independent_fps"]) for r in row["rounds"]] == [row["workers"]] * 2
+        assert [len(r["independent_fps"]) for r in row["rounds"]] == [row["workers"]]
         assert row["speedup"] == pytest.approx(row["fps"] / report["rows"][0]["fps"])
         assert row["fps"] > 0
-        assert row["updates"] >= 2
+        assert row["updates"] >= 1
         assert 30 < row["memory_per_worker_mb"] < 1000
         assert sum(row["rounds"][0]["phase_shares"].values()) == pytest.approx(1.0)
         assert f"{row['fps']:,.0f}" in done.stdout
@@ -184,12 +183,14 @@ def test_a_sweep(tmp_path):
 
 
 def test_weak_scaling_of_another_algorithm(tmp_path):
-    done = rlcb(*call("--algorithm", "a2c", "--envs-per-worker", 4, "--workers", 1, "--output-dir", tmp_path))
+    done = rlcb(
+        *call("--algorithm", "a2c", "--envs-per-worker", 4, "--workers", 1, "--repeats", 2, "--output-dir", tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert "weak: 4 environments for each worker" in done.stdout
     report = json.loads((tmp_path / "scaling.json").read_text())
     assert (report["algorithm"], report["scaling"]) == ("A2C", "weak")
-    assert [row["num_envs"] for row in report["rows"]] == [4]
+    assert [(row["num_envs"], len(row["rounds"])) for row in report["rows"]] == [(4, 2)]
 
 
 def test_an_interruption_keeps_what_is_finished(start, tmp_path):
