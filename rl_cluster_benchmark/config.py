@@ -231,6 +231,11 @@ class HardwareConfig(Section):
     memory_format: Literal["channels_last", "contiguous"] = Field(
         "channels_last", description="Layout of images and convolutions; contiguous is kept for comparison."
     )
+    engine: Literal["auto", "native", "torch"] = Field(
+        "auto",
+        description="What computes the IMPALA-CNN: native is this package's C code for one core and bfloat16; auto is "
+        "native in processes of one thread on CPUs with AMX or AVX512-BF16 where there is a C compiler, else torch.",
+    )
     micro_batch: Int | None = Field(
         None, ge=1, description="Samples per backward pass, gradients added up to the minibatch; null fits the cache."
     )

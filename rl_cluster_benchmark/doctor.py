@@ -103,11 +103,12 @@ def _games() -> Iterator[Finding]:
 
 def _kernels() -> Finding:
     try:
-        from rl_cluster_benchmark import kernels
+        from rl_cluster_benchmark.kernels import network, pooling
     except ImportError:
         return Finding("C kernels", WARNING, "need torch")
-    if kernels.available():
-        return Finding("C kernels", OK, "compiled, and equal to torch")
+    if pooling.available():
+        rest = "and the native network" if network.available() else "(no native network: it needs AVX512-BF16 or AMX)"
+        return Finding("C kernels", OK, f"max-pooling {rest}: compiled, and equal to torch")
     return Finding("C kernels", WARNING, "not used: training is slower", "install a C compiler (apt-get install gcc)")
 
 

@@ -74,6 +74,7 @@ class Plan:
     cores: tuple[int | None, ...]  # that each worker is pinned to
     precision: str
     precision_reason: str
+    engine: str  # that computes the network: native or torch
     micro_batch: int
 
     def lines(self, config: Config) -> list[str]:
@@ -92,7 +93,7 @@ class Plan:
             )
         lines.append(
             f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "
-            f"Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
+            f"Network: {self.engine} | Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
         )
         busy = self.num_workers * self.num_threads
         if busy > machine.allowed_cores:
@@ -128,6 +129,7 @@ def plan(config: Config) -> Plan:
         _cores(config.parallel.pin, num_workers, threads, machine),
         precision,
         reason,
+        _engine(config, threads, precision),
         min(per_pass, share),
     )
 
@@ -143,6 +145,24 @@ def _precision(config: Config, machine: Machine) -> tuple[str, str]:
     if machine.fast_bfloat16:
         return "bfloat16", f"the CPU has {machine.fast_bfloat16}"
     return "float32", "no AMX or AVX512-BF16"
+
+
+def _engine(config: Config, threads: int, precision: str) -> str:
+    """What should compute the network; whether native really can is known once it is compiled."""
+    suits = {
+        "precision bfloat16": precision == "bfloat16",
+        "one thread per process": threads == 1,
+        "hardware.device cpu": config.hardware.device == "cpu",
+        "hardware.memory_format channels_last": config.hardware.memory_format == "channels_last",
+        "the IMPALA-CNN": config.env.game is not None and config.model.architecture in ("auto", "impala"),
+        "1 to 3 stages with channels in multiples of 16": len(config.model.channels) <= 3
+        and all(channels % 16 == 0 and channels <= 256 for channels in config.model.channels),
+        "model.hidden_size in multiples of 32": config.model.hidden_size % 32 == 0,
+    }
+    if config.hardware.engine == "native" and not all(suits.values()):
+        missing = next(need for need, is_met in suits.items() if not is_met)
+        raise UserError(f"hardware.engine = native needs {missing}; use auto or torch.")
+    return "native" if config.hardware.engine != "torch" and all(suits.values()) else "torch"
 
 
 def _cores(pin: str, num_workers: int, threads: int, machine: Machine) -> tuple[int | None, ...]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from typing import Any
 
-from rl_cluster_benchmark import hardware, kernels
+from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.execution import data_parallel, sequential
 from rl_cluster_benchmark.execution.loop import ALGORITHMS
+from rl_cluster_benchmark.kernels import network, pooling
 from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
@@ -26,6 +28,7 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
     _check_available(config)
     hardware.check_device(config.hardware.device)
     config, plan = hardware.resolve(config)
+    plan = _compile(config, plan)
     _check_memory(config, plan)
     directory = RunDirectory.of(config)
     lock = directory.claim(may_hold_a_run=resume or overwrite)
@@ -40,7 +43,6 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
             print(f"Resumed from {resumed_path}: {steps:,} steps, {updates:,} updates.", flush=True)
         elif resume:
             print("No checkpoint to resume from: starting at the beginning.", flush=True)
-        kernels.available()  # compile now, not in the first rollout, and once for all workers
         run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
         if run.is_complete() or run.should_stop():
             print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
@@ -63,6 +65,16 @@ def _check_available(config: Config) -> None:
             f"{name} in {config.mode} mode is not part of this version, which has {', '.join(ALGORITHMS)} in "
             f"{' and '.join(EXECUTIONS)} mode."
         )
+
+
+def _compile(config: Config, plan: hardware.Plan) -> hardware.Plan:
+    """Before the first rollout, and once for all workers; the plan as it turns out to be possible."""
+    pooling.available()
+    if plan.engine == "native" and not network.available():
+        if config.hardware.engine == "native":
+            raise UserError("hardware.engine = native needs AMX or AVX512-BF16 and a C compiler; see rlcb doctor.")
+        return dataclasses.replace(plan, engine="torch")
+    return plan
 
 
 def _check_memory(config: Config, plan: hardware.Plan) -> None:

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.optimizers import Optimizer
 from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.models import ActorCritic
 
 
 class Learner:
     def __init__(
         self,
-        model: nn.Module,
+        model: ActorCritic,
         *,
         optimizer: Callable[[Tensor, Tensor], Optimizer],
         max_grad_norm: float,
@@ -54,6 +55,7 @@ class Learner:
             if norm > self.max_grad_norm:
                 self.grad.mul_(self.max_grad_norm / (norm + 1e-6))
             self.optimizer.step(learning_rate)
+            self.model.weights_changed()
         return norm
 
     def state_dict(self) -> dict[str, Any]:

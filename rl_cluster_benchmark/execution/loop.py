@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_cluster_benchmark import hardware, kernels
+from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.algorithms.a2c import A2C
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.algorithms.reduction import Reducer, anyone
@@ -16,6 +16,7 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import make_env
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.models import ActorCritic, make_model
 from rl_cluster_benchmark.rollout import Collector
 from rl_cluster_benchmark.seeding import integer_seed
@@ -63,11 +64,13 @@ class Worker:
         cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, course: Course,
         checkpoint: dict[str, Any] | None,
     ) -> Worker:  # fmt: skip
-        kernels.available()  # checked before time counts
+        pooling.available()  # checked before time counts
         env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=course.updates)
         torch.manual_seed(integer_seed(config.env.seed, "model"))
         precision = hardware.dtype(plan.precision)
-        model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision)
+        model = make_model(
+            config.model, env.observation_shape, env.num_actions, config.hardware, precision, plan.engine
+        )
         algorithm = ALGORITHMS[config.algorithm](
             config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce
         )

@@ -41,6 +41,7 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "cpu_utilization": run.cpu_seconds / elapsed / machine.usable_cores if elapsed > 0 else 0.0,
         "num_threads": run.plan.num_threads,
         "precision": run.plan.precision,
+        "engine": run.plan.engine,
         "cpu_model": machine.cpu_model,
         "usable_cores": machine.usable_cores,
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
