@@ -12,6 +12,7 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.execution import data_parallel, sequential
 from rl_cluster_benchmark.execution.loop import ALGORITHMS
+from rl_cluster_benchmark.execution.workers import preload_game
 from rl_cluster_benchmark.kernels import network, pooling
 from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
@@ -29,6 +30,7 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
     hardware.check_device(config.hardware.device)
     config, plan = hardware.resolve(config)
     plan = _compile(config, plan)
+    preload_game(config.env.game)
     _check_memory(config, plan)
     directory = RunDirectory.of(config)
     lock = directory.claim(may_hold_a_run=resume or overwrite)

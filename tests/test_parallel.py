@@ -83,9 +83,8 @@ def wait_for_updates(output, count, process):
 
 
 def workers_of(process):
-    """Its children but for multiprocessing's own helper."""
-    children = psutil.Process(process.pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    """The children of its server, in the order of their ranks."""
+    return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
 
 
 def assert_gone(processes, seconds=5.0):

@@ -1,6 +1,7 @@
 """Starting worker processes, watching them, and leaving none behind.
 
-A worker is spawned, may be pinned to a core, and dies with its parent: the kernel kills it when the parent is gone, so
+A worker is forked from a server that has loaded what all workers need (see preload.py), may be pinned to a core, and
+dies with the parent: the server ends when the parent is gone, and the kernel kills a worker when the server is gone, so
 not even SIGKILL of the parent leaves one. The parent hears of a worker's end at once and ends the others.
 """
 
@@ -25,17 +26,23 @@ PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
+def preload_game(game: str | None) -> None:
+    """Say what the workers to come will play, so that its images are loaded once for all of them."""
+    os.environ["RLCB_PRELOAD_GAME"] = game or ""
+
+
 class WorkerPool:
     """Processes that each run `target(rank, connection, *args)`; use it as a context manager."""
 
     def __init__(self, target: Callable[..., None], num_workers: int, args: Sequence[Any], cores: Sequence[int | None]):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
         self.connections: list[Connection] = []
         self.processes = []
         self._finished: set[int] = set()
         for rank in range(num_workers):
             ours, theirs = context.Pipe()
-            call = (target, rank, theirs, cores[rank], os.getpid(), tuple(args))
+            call = (target, rank, theirs, cores[rank], tuple(args))
             process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
             process.start()
             theirs.close()
@@ -99,11 +106,13 @@ class WorkerPool:
 
 
 def _main(
-    target: Callable[..., None], rank: int, connection: Connection, core: int | None, parent: int, args: tuple[Any, ...]
+    target: Callable[..., None], rank: int, connection: Connection, core: int | None, args: tuple[Any, ...]
 ) -> None:
     """The life of a worker process."""
+    from rl_cluster_benchmark.execution import preload  # as the server has imported it
+
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != preload.SERVER:  # it died before the line above
         os._exit(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
