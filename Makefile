@@ -7,7 +7,7 @@ OUT ?= benchmarks
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel evaluate evaluate-ppo tensorboard docs bench clean
+.PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel scaling evaluate evaluate-ppo tensorboard docs bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ train-a2c: venv/.installed ## train A2C in one process
 
 train-a2c-parallel: venv/.installed ## train A2C on all cores
 	$(BIN)/python train_a2c_parallel.py $(ARGS)
+
+scaling: venv/.installed ## measure how PPO speeds up with workers on this machine
+	$(BIN)/rlcb scaling --output-dir $(OUT)/scaling $(ARGS)
 
 evaluate: venv/.installed ## evaluate the newest checkpoint
 	$(BIN)/python evaluate.py --deterministic $(ARGS)

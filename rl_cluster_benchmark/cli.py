@@ -10,7 +10,8 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
 
@@ -25,11 +26,13 @@ examples:
   rlcb train --resume --output-dir runs/coinrun
   rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
+  rlcb scaling --algorithm ppo --workers 1,2,4,8,16
   rlcb doctor
 """
 
 PLACES = ("algorithm", "mode", "output_dir", "logging.log_dir", "logging.checkpoint_dir")  # where a run is
 QUICKSTART_DIR = "runs/quickstart"
+SCALING_DIR = "runs/scaling"
 
 # flag -> (config key, placeholder, help)
 FLAGS: dict[str, tuple[str, str, str]] = {
@@ -37,7 +40,7 @@ FLAGS: dict[str, tuple[str, str, str]] = {
     "--seed": ("env.seed", "N", "seed of everything random in the run"),
     "--total-timesteps": ("training.total_timesteps", "N", "stop after this many environment steps"),
     "--duration": ("training.duration_hours", "HOURS", "stop after this many hours, if that comes first"),
-    "--num-envs": ("env.num_envs", "N", "environments stepped together (sequential mode)"),
+    "--num-envs": ("env.num_envs", "N", "environments stepped together, over all workers"),
     "--batch-size": ("training.batch_size", "N", "samples in a minibatch"),
     "--learning-rate": ("training.learning_rate", "RATE", "step size of the optimiser"),
     "--num-threads": ("hardware.num_threads", "N", "threads to use; default: one per physical core"),
@@ -48,6 +51,10 @@ FLAGS: dict[str, tuple[str, str, str]] = {
     "--checkpoint-dir": ("logging.checkpoint_dir", "DIR", "where checkpoints go without --output-dir"),
     "--log-dir": ("logging.log_dir", "DIR", "where logs go without --output-dir"),
 }
+SET_BY_SCALING = (
+    "--mode", "--total-timesteps", "--duration", "--num-workers", "--num-envs-per-worker", "--checkpoint-dir",
+    "--log-dir",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--output", metavar="PNG", help="default: metrics.png beside the log file")
     plot.set_defaults(run=_plot)
 
+    add_scaling(commands)
+
     doctor = commands.add_parser(
         "doctor", help="check that everything needed is there", description="Check the machine."
     )
@@ -130,13 +139,44 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+def add_scaling(commands: Any) -> None:
+    scaling = commands.add_parser(
+        "scaling",
+        help="measure how training speeds up with workers",
+        description="Train with 1, 2, 4, ... workers for a while each, and beside each with as many independent runs "
+        "that do the same work without communication: what the machine costs and what this program costs.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(scaling, without=SET_BY_SCALING)
+    scaling.add_argument(
+        "--workers", type=_numbers, metavar="N,N,...",
+        help="numbers of workers; default: powers of two up to the usable cores",
+    )  # fmt: skip
+    scaling.add_argument(
+        "--envs-per-worker", type=_positive, metavar="N",
+        help="weak scaling: N environments for each worker; default: strong scaling, the same total for all",
+    )  # fmt: skip
+    scaling.add_argument(
+        "--seconds", type=_seconds, default=60.0, metavar="S", help="of each run after its first update; default: 60"
+    )
+    scaling.add_argument(
+        "--repeats", type=_positive, default=1, metavar="N", help="rounds, medians are reported; default: 1"
+    )
+    scaling.add_argument("--overwrite", action="store_true", help="replace the sweep in the output directory")
+    scaling.set_defaults(run=_scaling, mode="parallel")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
     parser.add_argument("--algorithm", metavar="NAME", help="ppo (default), a2c, a3c or impala")
-    parser.add_argument("--mode", metavar="MODE", help="sequential (default), parallel or distributed")
+    if "--mode" not in without:
+        parser.add_argument("--mode", metavar="MODE", help="sequential (default), parallel or distributed")
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML file or a preset's name; default: the preset <algorithm>_<mode>"
     )
     for flag, (key, placeholder, text) in FLAGS.items():
+        if flag in without:
+            parser.set_defaults(**{_attribute(flag): None})
+            continue
         parser.add_argument(flag, metavar=placeholder, help=f"{text} [{key}]")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other key: --set training.gamma=0.99"
@@ -167,6 +207,10 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _attribute(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least 1")
@@ -179,6 +223,20 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _numbers(text: str) -> list[int]:
+    return [_positive(part.strip()) for part in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a number of seconds, at most a day")
+    return seconds
+
+
 def config_from(args: argparse.Namespace) -> Config:
     """Defaults < YAML < command line. A run that is resumed starts from its own config.yaml."""
     from rl_cluster_benchmark import config_files as configs
@@ -189,7 +247,7 @@ def config_from(args: argparse.Namespace) -> Config:
         if getattr(args, name) is not None:
             overrides[name] = getattr(args, name)
     for flag, (key, _, _) in FLAGS.items():
-        text = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        text = getattr(args, _attribute(flag))
         if text is not None:
             key = "cluster.num_workers" if flag == "--num-workers" and args.mode == "distributed" else key
             overrides[key] = text
@@ -247,6 +305,29 @@ def _plot(args: argparse.Namespace) -> int:
 
     print(f"Saved {plot_metrics(args.log_file, args.output)}")
     return 0
+
+
+def _scaling(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.errors import UserError
+    from rl_cluster_benchmark.run.stop import Signals
+    from rl_cluster_benchmark.scaling.sweep import Settings, scaling
+
+    if args.num_envs is not None and args.envs_per_worker is not None:
+        raise UserError("--num-envs fixes the total (strong scaling), --envs-per-worker the share (weak): give one.")
+    if args.num_envs is not None:
+        args.set.insert(0, "parallel.num_workers=null")  # the preset's number of workers says nothing here
+    config = config_from(args)
+    signals = Signals()
+    signals.install()
+    settings = Settings(
+        workers=args.workers,
+        envs_per_worker=args.envs_per_worker,
+        seconds=args.seconds,
+        repeats=args.repeats,
+        output_dir=Path(config.output_dir or SCALING_DIR),
+        overwrite=args.overwrite,
+    )
+    return scaling(config, settings, signals)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -111,9 +111,7 @@ def _main(
     """The life of a worker process."""
     from rl_cluster_benchmark.execution import preload  # as the server has imported it
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != preload.SERVER:  # it died before the line above
-        os._exit(1)
+    die_with_parent(preload.SERVER)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
     if core is not None:
@@ -130,6 +128,13 @@ def _main(
     sys.stdout.flush()
     connection.close()
     os._exit(0)  # skip the destructors of native libraries: nothing is left to save
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when its parent, of that id, is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 def _report(connection: Connection, kind: str, content: str) -> None:

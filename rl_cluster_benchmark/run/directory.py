@@ -66,19 +66,7 @@ class RunDirectory:
 
         A directory that already holds a run is refused, unless that run is to be resumed or overwritten.
         """
-        try:
-            for directory in (self.root, self.checkpoints, self.logs):
-                directory.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UserError(
-                f"Cannot write to {self.root} ({error.strerror}); choose another place with --output-dir."
-            ) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise UserError(f"{self.root} is in use by another run; choose another --output-dir.") from None
+        lock = lock_directory(self.root, self.checkpoints, self.logs)
         if not may_hold_a_run and self.holds_a_run():
             os.close(lock)
             raise UserError(
@@ -94,6 +82,22 @@ class RunDirectory:
             file.unlink(missing_ok=True)
         for file in [*self.checkpoints.glob(f"{self.name}_*.pt"), *self.logs.glob("events.out.tfevents.*")]:
             file.unlink(missing_ok=True)
+
+
+def lock_directory(root: Path, *others: Path) -> int:
+    """Make the directories and lock the first for this process; returns the lock, to be held open."""
+    try:
+        for directory in (root, *others):
+            directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UserError(f"Cannot write to {root} ({error.strerror}); choose another place with --output-dir.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UserError(f"{root} is in use by another run; choose another --output-dir.") from None
+    return lock
 
 
 def _steps_in_name(file: Path) -> int:

@@ -7,6 +7,8 @@ report (see execution/loop.py for the calls).
 from __future__ import annotations
 
 import contextlib
+import math
+import multiprocessing
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -51,6 +53,7 @@ class Run:
         self.episodes = EpisodeStatistics()
         self.steps = self.updates = 0
         self.peak_memory = 0
+        self.peak_worker_memory = 0  # of the largest worker process
         self.last_update_at = 0.0  # seconds of training
         self._elapsed_before = self._cpu_before = 0.0
         if resumed_from is not None:
@@ -78,7 +81,7 @@ class Run:
         self._last_checkpoint = self._started
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
         self._last_log = (self.elapsed, self.steps)
-        self._read_memory()
+        self._last_memory = -math.inf  # the first reading comes with the first update: all buffers are in use then
 
     @property
     def elapsed(self) -> float:
@@ -206,11 +209,14 @@ class Run:
     def _read_memory(self) -> None:
         """Proportional set size: memory shared with other processes is counted once over all of them."""
         parent = psutil.Process()
-        self._memory = 0
-        for process in (parent, *parent.children()):
+        sizes: dict[int | None, int] = {}
+        for process in (parent, *parent.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # one that has just ended
-                self._memory += process.memory_full_info().pss
+                sizes[process.pid] = process.memory_full_info().pss  # from smaps_rollup: a few milliseconds
+        self._memory = sum(sizes.values())
         self.peak_memory = max(self.peak_memory, self._memory)
+        workers = [sizes.get(worker.pid, 0) for worker in multiprocessing.active_children()]
+        self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
         self._last_memory = time.perf_counter()
 
     def _time_is_up(self) -> bool:

@@ -36,6 +36,7 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "avg_fps": run.steps / run.last_update_at if run.last_update_at > 0 else 0.0,
         "final_fps": run.final_fps(),
         "peak_memory_gb": run.peak_memory / 1e9,
+        "memory_per_worker_mb": run.peak_worker_memory / 1e6 or None,  # null without worker processes
         **run.episodes.summary(),
         "phase_shares": run.clock.shares(elapsed),
         "cpu_utilization": run.cpu_seconds / elapsed / machine.usable_cores if elapsed > 0 else 0.0,
@@ -62,6 +63,7 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
     if summary["state"] != "finished":
         rows.append(f"State: {summary['state']} ({summary['reason']})")
     shares = summary["phase_shares"].items()
+    per_worker = summary["memory_per_worker_mb"]
     rows.append(f"Duration: {summary['duration_hours']:.2f} hours")
     if summary["mode"] != "sequential":
         rows += [f"Workers: {summary['num_workers']}", f"Total Environments: {summary['num_envs']}"]
@@ -79,6 +81,7 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
         "",
         "Resource Usage:",
         f"  Peak Memory: {summary['peak_memory_gb']:.2f} GB",
+        *([f"  Memory per Worker: {per_worker:.0f} MB"] if per_worker else []),
         f"  CPU Utilization: {summary['cpu_utilization']:.0%} of {summary['usable_cores']} cores",
         f"  Time: {', '.join(f'{name} {share:.0%}' for name, share in shares)}",
         "",
