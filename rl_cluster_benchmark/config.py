@@ -147,7 +147,10 @@ class TrainingConfig(Section):
     duration_hours: Float | None = Field(None, gt=0, description="Stop after this many hours, if that comes first.")
     n_steps: Int = Field(128, ge=1, le=1_000_000, description="Steps each environment takes between two updates.")
     batch_size: Int = Field(
-        1024, ge=1, description="Samples in a minibatch. It must divide num_envs x n_steps; if larger, one minibatch."
+        1024,
+        ge=1,
+        description="Samples in a minibatch. For PPO it must divide num_envs x n_steps; if larger, one minibatch. IMPALA "
+        "rounds it to whole unrolls of n_steps.",
     )
     n_epochs: Int = Field(4, ge=1, le=1_000_000, description="Passes over the experience in each update.")
     learning_rate: Float = Field(3e-4, gt=0, description="Step size of the optimiser.")
@@ -176,7 +179,10 @@ class ImpalaConfig(Section):
     """Used by IMPALA only."""
 
     vtrace_clip_rho_threshold: Float = Field(
-        1.0, gt=0, description="Clip of the importance weights in the V-trace target."
+        1.0, gt=0, description="Clip of the importance weights in the V-trace target (rho of the paper)."
+    )
+    vtrace_clip_c_threshold: Float = Field(
+        1.0, gt=0, description="Clip of the weights that carry a step's surprise back to earlier ones (c of the paper)."
     )
     vtrace_clip_pg_rho_threshold: Float = Field(1.0, gt=0, description="Clip of the weights in the policy gradient.")
     entropy_coef: Float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
@@ -280,6 +286,11 @@ class Config(Section):
     def batch_size(self) -> int:
         """The minibatch in use: a batch_size larger than the rollout is the whole rollout."""
         return min(self.training.batch_size, self.rollout_size)
+
+    @property
+    def unrolls_per_step(self) -> int:
+        """IMPALA: how many unrolls, each n_steps of one environment, make about a batch_size."""
+        return max(1, min(self.training.batch_size // self.training.n_steps, self.env.num_envs))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

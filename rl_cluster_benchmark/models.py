@@ -44,6 +44,9 @@ class ActorCritic(nn.Module):
         features = self._features(observations)
         return self.policy_head(features), self.value_head(features).squeeze(-1)
 
+    def weights_changed(self) -> None:
+        """To be called when weights were written in place from outside: the place for copies of them to be renewed."""
+
     def _features(self, observations: Tensor) -> Tensor:
         if observations.dtype == torch.uint8:
             observations = observations.permute(0, 3, 1, 2).to(self.precision).div_(255)

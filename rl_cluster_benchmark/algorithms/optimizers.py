@@ -57,3 +57,6 @@ class RMSprop:
         square_avg = self.moments["square_avg"]
         square_avg.mul_(self.alpha).addcmul_(self.gradient, self.gradient, value=1 - self.alpha)
         self.parameters.addcdiv_(self.gradient, square_avg.sqrt().add_(self.eps), value=-learning_rate)
+
+
+OPTIMIZERS: dict[str, type[Adam] | type[RMSprop]] = {"adam": Adam, "rmsprop": RMSprop}

@@ -10,6 +10,7 @@ import torch
 
 from rl_cluster_benchmark import hardware, kernels
 from rl_cluster_benchmark.algorithms.a2c import A2C
+from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.algorithms.reduction import Reducer, anyone
 from rl_cluster_benchmark.config import Config
@@ -21,7 +22,8 @@ from rl_cluster_benchmark.rollout import Collector
 from rl_cluster_benchmark.seeding import integer_seed
 from rl_cluster_benchmark.timing import PhaseClock
 
-ALGORITHMS: dict[str, type[PPO] | type[A2C]] = {"ppo": PPO, "a2c": A2C}
+# A3C is A2C, executed by workers that do not wait for each other; in one process it is A2C.
+ALGORITHMS: dict[str, type[PPO] | type[A2C] | type[Impala]] = {"ppo": PPO, "a2c": A2C, "a3c": A2C, "impala": Impala}
 
 
 class Course(Protocol):
@@ -55,7 +57,7 @@ class Worker:
     """Some of the run's environments, a copy of the model, and the algorithm that updates it."""
 
     model: ActorCritic
-    algorithm: PPO | A2C
+    algorithm: PPO | A2C | Impala
     collector: Collector
 
     @classmethod
