@@ -75,6 +75,7 @@ class Plan:
     precision: str
     precision_reason: str
     micro_batch: int
+    num_learners: int = 0  # of IMPALA's parallel mode; num_workers are its actors
 
     def lines(self, config: Config) -> list[str]:
         """What was chosen and why, for the head of a run."""
@@ -86,9 +87,10 @@ class Plan:
         if config.mode != "sequential":
             reason = "set" if self.num_workers != machine.usable_cores else "one per physical core"
             pinned = "pinned to cores" if self.cores[0] is not None else "not pinned"
+            gradients = {"a3c": "each worker's own, without locks"}
             lines.append(
                 f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
-                f"Gradients: {config.parallel.reduce.replace('_', ' ')}"
+                f"Gradients: {gradients.get(config.algorithm, config.parallel.reduce.replace('_', ' '))}"
             )
         lines.append(
             f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 from rl_cluster_benchmark import hardware, kernels
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.execution import data_parallel, sequential
+from rl_cluster_benchmark.execution import data_parallel, hogwild, sequential
 from rl_cluster_benchmark.execution.loop import ALGORITHMS
 from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
@@ -17,6 +18,7 @@ from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.run.stop import Signals
 
 EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
+ASYNCHRONOUS = {"a3c": hogwild.train}  # instead, in parallel mode
 
 BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
 
@@ -46,7 +48,7 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
             print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
         try:
             with run:
-                EXECUTIONS[config.mode](run)
+                _execution(config)(run)
         finally:
             if run.summary is not None:
                 with contextlib.suppress(OSError):
@@ -54,6 +56,12 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
         return exit_status(run)
     finally:
         os.close(lock)
+
+
+def _execution(config: Config) -> Callable[[Run], None]:
+    if config.mode == "parallel" and config.algorithm in ASYNCHRONOUS:
+        return ASYNCHRONOUS[config.algorithm]
+    return EXECUTIONS[config.mode]
 
 
 def _check_available(config: Config) -> None:

@@ -83,7 +83,9 @@ def test_the_gradient_is_that_of_the_definition():
     expected = impala.learner.grad.clone()
     losses = impala.step(whole(rollout), 0.0)
     torch.testing.assert_close(impala.learner.grad, expected, atol=1e-4, rtol=1e-4)
-    assert losses["value_loss"] == pytest.approx(float(0.5 * (values - targets).square()[rollout.valid].mean().detach()))
+    assert losses["value_loss"] == pytest.approx(
+        float(0.5 * (values - targets).square()[rollout.valid].mean().detach())
+    )
     explained = 1 - (targets - values)[rollout.valid].var() / targets[rollout.valid].var()
     assert losses["explained_variance"] == pytest.approx(float(explained.detach()), abs=1e-4)
     assert losses["clipfrac"] > 0
