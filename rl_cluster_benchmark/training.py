@@ -10,7 +10,7 @@ from typing import Any
 from rl_cluster_benchmark import hardware, kernels
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.execution import data_parallel, hogwild, sequential
+from rl_cluster_benchmark.execution import actor_learner, data_parallel, hogwild, sequential, split
 from rl_cluster_benchmark.execution.loop import ALGORITHMS
 from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
@@ -18,7 +18,7 @@ from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.run.stop import Signals
 
 EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
-ASYNCHRONOUS = {"a3c": hogwild.train}  # instead, in parallel mode
+ASYNCHRONOUS = {"a3c": hogwild.train, "impala": actor_learner.train}  # instead, in parallel mode
 
 BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
 
@@ -27,6 +27,8 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
     """Train as the config says; returns the exit status."""
     _check_available(config)
     hardware.check_device(config.hardware.device)
+    if config.algorithm == "impala" and config.mode == "parallel":
+        config = split.fill_in(config)
     config, plan = hardware.resolve(config)
     _check_memory(config, plan)
     directory = RunDirectory.of(config)
@@ -76,6 +78,8 @@ def _check_available(config: Config) -> None:
 def _check_memory(config: Config, plan: hardware.Plan) -> None:
     """The rollout must fit: a clear word now instead of an allocation that fails later."""
     size = config.rollout_size * BYTES_PER_OBSERVATION["game" if config.env.game else "toy"]
+    if plan.num_learners:
+        size *= config.impala.pages_per_actor
     if size > plan.machine.memory_bytes:
         raise UserError(
             f"A rollout of {config.env.num_envs:,} environments x {config.training.n_steps:,} steps takes "

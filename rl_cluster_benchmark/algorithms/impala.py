@@ -138,17 +138,27 @@ class Impala:
         return mean_of(steps)
 
     def step(self, unrolls: Unrolls, rate: float) -> dict[str, float]:
-        """One step of the optimiser on these unrolls and those of the other learners; returns the mean losses."""
-        learner = self.learner
-        learner.zero_grad()
+        """One step of the optimiser on these unrolls; returns the mean losses."""
+        self.begin()
+        self.add(unrolls)
+        return self.finish(rate)
+
+    def begin(self) -> None:
+        self.learner.zero_grad()
+
+    def add(self, unrolls: Unrolls) -> None:
+        """Add the gradient of some unrolls to that of the step: the loss is a sum, so any learner may add any."""
         last_values = self._values(unrolls.last_observations)
         for columns, pieces in self._pieces(unrolls):
             values = targets = last_values[columns]
             for start, end in pieces:  # from the end: V-trace looks ahead
                 values, targets = self._accumulate(unrolls.part(start, end, columns), values, targets)
-        learner.sum_over_workers()
-        *sums, count, total, squares, error, error_squares = learner.stats.tolist()
-        grad_norm = learner.step(rate)
+
+    def finish(self, rate: float) -> dict[str, float]:
+        """Sum over the learners and step; returns the mean losses of all."""
+        self.learner.sum_over_workers()
+        *sums, count, total, squares, error, error_squares = self.learner.stats.tolist()
+        grad_norm = self.learner.step(rate)
         check_finite(sums, grad_norm)
         return {
             **{name: value / max(1.0, count) for name, value in zip(STATS, sums, strict=True)},

@@ -18,7 +18,7 @@ from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution.loop import Worker, learn
-from rl_cluster_benchmark.execution.reduce import GlooReducer, SharedMemoryReducer
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.execution.workers import WorkerPool
@@ -45,7 +45,7 @@ def train(run: Run) -> None:
         }
     )
     use_gloo = config.parallel.reduce == "gloo"
-    store = _gloo_store() if use_gloo else None
+    store = gloo_store() if use_gloo else None
     minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
     sizes = (num_workers, Task.of(config).num_parameters + VECTOR_SPARE, 3 * minibatches + SMALL_SPARE)
     means = SharedMemoryReducer.allocate(*sizes) if store is None else store.port
@@ -84,11 +84,7 @@ def _work(
     """In a worker."""
     hardware.prepare_process(plan.num_threads)
     course = WorkerCourse(rank, connection, config, shared, progress)
-    reduce: Reducer
-    if isinstance(means, int):
-        reduce = GlooReducer(rank, len(shards), means, course.clock)
-    else:
-        reduce = SharedMemoryReducer(means, rank, course.clock)
+    reduce = join(means, rank, len(shards), course.clock)
     course.reduce = reduce
     state = checkpoint.load(resumed_path) if resumed_path else None
     worker = Worker.build(config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state)
@@ -181,7 +177,7 @@ def _rows(table: torch.Tensor) -> list[list[float]]:
     return table[1 : int(table[0, 0]) + 1].tolist()
 
 
-def _gloo_store() -> Any:
+def gloo_store() -> Any:
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,8 +1,8 @@
 """A3C (Mnih et al., 2016): workers that update shared parameters without locks and without waiting for each other.
 
-Each worker copies the parameters, collects a rollout with the copy, and lets the optimiser step with its own gradient on
-what the parameters are by then. Parameters and the optimiser's statistics lie in shared memory. With one worker this is
-A2C, number for number.
+Each worker copies the parameters, collects a rollout with the copy, and lets the optimiser step with its own gradient
+on what the parameters are by then. Parameters and the optimiser's statistics lie in shared memory. With one worker this
+is A2C, number for number.
 """
 
 from __future__ import annotations

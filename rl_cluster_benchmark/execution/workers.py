@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,19 +29,34 @@ SECONDS_BETWEEN_LOOKS = 0.1
 class WorkerPool:
     """Processes that each run `target(rank, connection, *args)`; use it as a context manager."""
 
-    def __init__(self, target: Callable[..., None], num_workers: int, args: Sequence[Any], cores: Sequence[int | None]):
-        context = multiprocessing.get_context("spawn")
+    def __init__(
+        self,
+        target: Callable[..., None],
+        num_workers: int,
+        args: Sequence[Any],
+        cores: Sequence[int | None],
+        replace: Callable[[int, str], Sequence[Any] | None] | None = None,
+    ) -> None:
+        """`replace(rank, how)` is told of a worker that died or crashed. It returns the arguments of another in its
+        place, None to go on without, or raises what ends the run, as happens by default.
+        """
+        self._target, self._cores, self._replace = target, cores, replace or _end_the_run
         self.connections: list[Connection] = []
-        self.processes = []
+        self.processes: list[SpawnProcess] = []
         self._finished: set[int] = set()
         for rank in range(num_workers):
-            ours, theirs = context.Pipe()
-            call = (target, rank, theirs, cores[rank], os.getpid(), tuple(args))
-            process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self.connections.append(ours)
+            process, connection = self._spawn(rank, args)
             self.processes.append(process)
+            self.connections.append(connection)
+
+    def _spawn(self, rank: int, args: Sequence[Any]) -> tuple[SpawnProcess, Connection]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        call = (self._target, rank, theirs, self._cores[rank], os.getpid(), tuple(args))
+        process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
 
     def messages(self, look: Callable[[], None]) -> Iterator[tuple[int, Any]]:
         """(rank, message) as they come, until every worker has finished; calls `look` every tenth of a second.
@@ -53,8 +69,8 @@ class WorkerPool:
                 rank = self.connections.index(ready)  # type: ignore[arg-type]
                 try:
                     kind, content = self.connections[rank].recv()
-                except (EOFError, ConnectionResetError):
-                    self._raise_end_of(rank)
+                except (EOFError, OSError):  # at the end of a message, or in the middle of one
+                    kind, content = "died", self._how_it_ended(rank)
                 if kind == "finished":
                     self._finished.add(rank)
                 elif kind == "wrong input":
@@ -62,23 +78,33 @@ class WorkerPool:
                 elif kind == "failed":
                     raise TrainingFailedError(content)
                 elif kind == "crashed":
-                    raise TrainingFailedError(f"Worker {rank} crashed:\n{content}")
+                    self._lost(rank, f"crashed:\n{content}")
+                elif kind == "died":
+                    self._lost(rank, f"{content}; the last checkpoint is intact, and --resume goes on from it.")
                 else:
                     yield rank, content
             look()
 
-    def _raise_end_of(self, rank: int) -> None:
+    def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
         process.join(timeout=5)
         code = process.exitcode
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            hint = " (is the machine out of memory? use fewer workers)" if -code == signal.SIGKILL else ""
-        else:
-            how, hint = f"ended with status {code}", ""
-        raise TrainingFailedError(
-            f"Worker {rank} {how}{hint}; the last checkpoint is intact, and --resume goes on from it."
-        )
+        if code is None or code >= 0:
+            return f"ended with status {code}"
+        hint = " (is the machine out of memory? use fewer workers)" if -code == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{hint}"
+
+    def _lost(self, rank: int, how: str) -> None:
+        args = self._replace(rank, how)
+        if args is None:
+            self._finished.add(rank)
+            return
+        process = self.processes[rank]
+        process.kill()  # it may be on its way out still
+        process.join()
+        process.close()
+        self.connections[rank].close()
+        self.processes[rank], self.connections[rank] = self._spawn(rank, args)
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +122,10 @@ class WorkerPool:
             process.close()
         for connection in self.connections:
             connection.close()
+
+
+def _end_the_run(rank: int, how: str) -> None:
+    raise TrainingFailedError(f"Worker {rank} {how}")
 
 
 def _main(
