@@ -20,7 +20,6 @@ from rl_cluster_benchmark.algorithms.learner import move_parameters
 from rl_cluster_benchmark.algorithms.rewards import DiscountedReturns
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import make_env
-from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.execution import times
 from rl_cluster_benchmark.execution.claims import Claims
 from rl_cluster_benchmark.execution.data_parallel import SMALL_SPARE, VECTOR_SPARE, give_orders, gloo_store
@@ -34,7 +33,7 @@ from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.execution.unrolls import UnrollStore, unroll_layout
 from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.execution.weights import PublishedWeights
-from rl_cluster_benchmark.execution.workers import WorkerPool
+from rl_cluster_benchmark.execution.workers import WorkerPool, end_of
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.rollout import Collector
@@ -106,13 +105,11 @@ def train(run: Run) -> None:
         if rank >= num_learners and shared.board().stopped:
             return None  # the run is ending anyway
         if rank < num_learners or not int(flags["go"][0]):
-            raise TrainingFailedError(f"{shared.name(rank)} {how}")
+            raise end_of(shared.name(rank), how)
         if restarts == run.config.impala.max_actor_restarts:
-            raise TrainingFailedError(
-                f"{shared.name(rank)} {how}\nThat was death number {restarts + 1} of an actor "
-                f"(impala.max_actor_restarts = {restarts})."
-            )
+            raise end_of(f"After {restarts} restarts (impala.max_actor_restarts) {shared.name(rank)}", how)
         restarts += 1
+        print(f"{shared.name(rank)} {how.strip()}\nAnother takes its place.", flush=True)
         return shared, progress, restarts
 
     def record(steps: int, losses: dict[str, float], asynchrony: dict[str, float]) -> None:

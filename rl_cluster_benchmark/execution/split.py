@@ -32,8 +32,8 @@ class Costs:
 def fill_in(config: Config) -> Config:
     """Decide whatever the config leaves open about actors and learners."""
     cores = hardware.detect().usable_cores
-    actors = config.impala.num_actors or config.parallel.num_workers or "auto"
-    learners = config.impala.num_learners
+    actors: int | str = config.impala.num_actors or config.parallel.num_workers or "auto"
+    learners: int | str = config.impala.num_learners
     if not isinstance(actors, int):
         if isinstance(learners, int):
             actors = max(1, cores - learners)

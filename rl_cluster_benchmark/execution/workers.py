@@ -80,7 +80,7 @@ class WorkerPool:
                 elif kind == "crashed":
                     self._lost(rank, f"crashed:\n{content}")
                 elif kind == "died":
-                    self._lost(rank, f"{content}; the last checkpoint is intact, and --resume goes on from it.")
+                    self._lost(rank, content)
                 else:
                     yield rank, content
             look()
@@ -124,8 +124,14 @@ class WorkerPool:
             connection.close()
 
 
+def end_of(name: str, how: str) -> TrainingFailedError:
+    """The error that ends a run because a process died or, with its traceback behind it, crashed."""
+    comfort = "" if "\n" in how else "; the last checkpoint is intact, and --resume goes on from it."
+    return TrainingFailedError(f"{name} {how}{comfort}")
+
+
 def _end_the_run(rank: int, how: str) -> None:
-    raise TrainingFailedError(f"Worker {rank} {how}")
+    raise end_of(f"Worker {rank}", how)
 
 
 def _main(
