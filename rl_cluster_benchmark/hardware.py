@@ -206,6 +206,12 @@ def dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
+def acting_dtype(config: Config, plan: Plan) -> torch.dtype:
+    """Of IMPALA's actors in parallel mode."""
+    asked = config.impala.inference_precision
+    return dtype(plan.precision if asked == "same" or config.env.game is None else asked)
+
+
 def _keep_freed_memory() -> None:
     """By default glibc maps every large tensor anew and unmaps it when freed, page faults included."""
     m_trim_threshold, m_mmap_threshold = -1, -3

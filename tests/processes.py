@@ -11,8 +11,6 @@ from pathlib import Path
 
 from conftest import ROOT, environment
 
-LABELS = {"a3c": "A3C_Parallel", "impala": "IMPALA_Parallel"}
-
 
 @contextmanager
 def running(*args: object) -> Iterator[subprocess.Popen[str]]:
@@ -36,3 +34,13 @@ def wait_for_updates(output: Path, label: str, count: int, process: subprocess.P
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def wait_for_line(text: str, process: subprocess.Popen[str]) -> str:
+    """Read its output until the text appears; returns what was read."""
+    read = ""
+    for line in process.stdout:
+        read += line
+        if text in line:
+            return read
+    raise AssertionError(f"{text!r} never appeared in:\n{read}")

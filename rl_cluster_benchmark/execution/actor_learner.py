@@ -174,8 +174,7 @@ def _act(
     env_ids = shared.shards[actor]
     incarnation = progress["updates"] + restarts * INCARNATIONS
     env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=incarnation)
-    asked = config.impala.inference_precision
-    precision = hardware.dtype(plan.precision if asked == "same" else asked)
+    precision = hardware.acting_dtype(config, plan)
     model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision)
     flat = torch.zeros(shared.task.num_parameters)
     move_parameters(model, flat)

@@ -77,10 +77,9 @@ def measure(config: Config, num_envs: int) -> Costs:
     """With one thread, as an actor and a learner have."""
     plan = hardware.plan(config)
     env = make_env(config.env, range(num_envs), num_threads=1)
-    asked = config.impala.inference_precision
     acting, learning = (
-        make_model(config.model, env.observation_shape, env.num_actions, config.hardware, hardware.dtype(precision))
-        for precision in (plan.precision if asked == "same" else asked, plan.precision)
+        make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision)
+        for precision in (hardware.acting_dtype(config, plan), hardware.dtype(plan.precision))
     )
     n_steps = min(SAMPLED_STEPS, config.training.n_steps)
     collector = Collector(
