@@ -75,6 +75,7 @@ def _count_or_auto(value: object) -> object:
 
 
 Count = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+AutoCount = Annotated[Count, BeforeValidator(lambda value: "auto" if value is None else value)]
 
 
 class Section(BaseModel):
@@ -205,7 +206,9 @@ class ImpalaConfig(Section):
         description="Parallel mode: processes that act. auto splits the cores by what acting and learning cost here; "
         "null is parallel.num_workers, and auto where that is null.",
     )
-    num_learners: Count = Field("auto", description="Parallel mode: processes that learn; auto is the cores left over.")
+    num_learners: AutoCount = Field(
+        "auto", description="Parallel mode: processes that learn; auto is the cores left over."
+    )
     pages_per_actor: Int = Field(
         2, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
     )
@@ -213,7 +216,7 @@ class ImpalaConfig(Section):
         "same", description="Of the actors alone; V-trace corrects for the difference. same is hardware.precision."
     )
     replay_fraction: Float = Field(
-        0.0, ge=0, lt=1, description="Parallel mode: share of each batch that is learned from again; 0 is no replay."
+        0.0, ge=0, le=0.95, description="Parallel mode: share of each batch that is learned from again; 0 is no replay."
     )
     replay_size: Int = Field(
         1000, ge=1, description="Unrolls kept for replay, in a memory-mapped file in the run's directory."

@@ -200,8 +200,8 @@ def test_whatever_is_left_open_is_filled_in(monkeypatch, capsys):
     def filled(num_envs=24, **impala):
         data = {"algorithm": "impala", "mode": "parallel", "env": {"name": "Catch-v0", "num_envs": num_envs}}
         config = fill_in(Config.model_validate(data | {"impala": impala}))
-        assert config.parallel.num_workers == config.impala.num_actors
-        return config.impala.num_actors, config.impala.num_learners
+        assert config.impala.num_actors is None
+        return config.parallel.num_workers, config.impala.num_learners
 
     assert sum(filled()) == 6
     assert "Split of 6 cores" in capsys.readouterr().out

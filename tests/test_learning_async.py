@@ -13,11 +13,11 @@ from test_parallel import workers_of
 COMMON = ("--num-envs", 16, "--num-threads", 1, "--learning-rate", 0.002, "--set", "training.gamma=0.99",
           "--set", "training.anneal_lr=true")  # fmt: skip
 SETTINGS = {
-    "impala": ("--set", "training.n_steps=20", "--batch-size", 320),
+    "impala": ("--set", "training.n_steps=20", "--batch-size", 160),
     "a3c": ("--set", "training.n_steps=16"),
 }
 NO_BONUS = {"impala": ("--set", "impala.entropy_coef=0"), "a3c": ("--set", "training.ent_coef=0")}
-PROBLEMS = {"CartPole-v1": (250_000, {"impala": 475, "a3c": 400}), "Catch-v0": (120_000, {"impala": 0.95, "a3c": 0.95})}
+PROBLEMS = {"CartPole-v1": (300_000, {"impala": 475, "a3c": 400}), "Catch-v0": (120_000, {"impala": 0.95, "a3c": 0.95})}
 WORKERS = {"impala": ("--num-workers", 1), "a3c": ("--num-workers", 2)}
 
 

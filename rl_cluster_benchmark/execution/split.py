@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark import config_files, hardware
 from rl_cluster_benchmark.algorithms.impala import Impala, Unrolls
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
@@ -30,7 +30,7 @@ class Costs:
 
 
 def fill_in(config: Config) -> Config:
-    """Decide whatever the config leaves open about actors and learners."""
+    """Decide whatever the config leaves open: the actors are then in parallel.num_workers."""
     cores = hardware.detect().usable_cores
     actors: int | str = config.impala.num_actors or config.parallel.num_workers or "auto"
     learners: int | str = config.impala.num_learners
@@ -44,10 +44,10 @@ def fill_in(config: Config) -> Config:
     num_envs = actors * per_actor if per_actor is not None else config.env.num_envs
     if not isinstance(learners, int):
         learners = max(1, min(cores - actors, num_envs))
-    data["impala"] |= {"num_actors": actors, "num_learners": learners}
+    data["impala"] |= {"num_actors": None, "num_learners": learners}
     data["parallel"]["num_workers"] = actors
     data["env"]["num_envs"] = num_envs
-    return Config.model_validate(data)
+    return config_files.build(data, {}, source="config")
 
 
 def _measured(config: Config, cores: int) -> tuple[int, int]:
