@@ -24,6 +24,7 @@ EXAMPLES = """\
 examples:
   rlcb train --env coinrun --total-timesteps 1000000 --output-dir runs/coinrun
   rlcb train --resume --output-dir runs/coinrun
+  rlcb train --algorithm impala --mode parallel --set impala.num_actors=auto --output-dir runs/impala
   rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
   rlcb scaling --algorithm ppo --workers 1,2,4,8,16
@@ -44,7 +45,11 @@ FLAGS: dict[str, tuple[str, str, str]] = {
     "--batch-size": ("training.batch_size", "N", "samples in a minibatch"),
     "--learning-rate": ("training.learning_rate", "RATE", "step size of the optimiser"),
     "--num-threads": ("hardware.num_threads", "N", "threads to use; default: one per physical core"),
-    "--num-workers": ("parallel.num_workers", "N", "worker processes (parallel mode), machines (distributed mode)"),
+    "--num-workers": (
+        "parallel.num_workers",
+        "N",
+        "worker processes (IMPALA: actors), machines in distributed mode",
+    ),
     "--num-envs-per-worker": ("parallel.num_envs_per_worker", "N", "environments of each worker (parallel mode)"),
     "--device": ("hardware.device", "DEVICE", "cpu, or cuda where torch has it"),
     "--output-dir": ("output_dir", "DIR", "directory for everything the run writes"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.execution import data_parallel, sequential
+from rl_cluster_benchmark.execution import actor_learner, data_parallel, hogwild, sequential, split
 from rl_cluster_benchmark.execution.loop import ALGORITHMS
 from rl_cluster_benchmark.execution.workers import preload_game
 from rl_cluster_benchmark.kernels import network, pooling
@@ -20,6 +21,7 @@ from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.run.stop import Signals
 
 EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
+ASYNCHRONOUS = {"a3c": hogwild.train, "impala": actor_learner.train}  # instead, in parallel mode
 
 BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
 
@@ -28,6 +30,8 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
     """Train as the config says; returns the exit status."""
     _check_available(config)
     hardware.check_device(config.hardware.device)
+    if config.algorithm == "impala" and config.mode == "parallel":
+        config = split.fill_in(config)
     config, plan = hardware.resolve(config)
     plan = _compile(config, plan)
     preload_game(config.env.game)
@@ -50,7 +54,7 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
             print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
         try:
             with run:
-                EXECUTIONS[config.mode](run)
+                _execution(config)(run)
         finally:
             if run.summary is not None:
                 with contextlib.suppress(OSError):
@@ -58,6 +62,12 @@ def train(config: Config, signals: Signals, *, resume: bool = False, overwrite: 
         return exit_status(run)
     finally:
         os.close(lock)
+
+
+def _execution(config: Config) -> Callable[[Run], None]:
+    if config.mode == "parallel" and config.algorithm in ASYNCHRONOUS:
+        return ASYNCHRONOUS[config.algorithm]
+    return EXECUTIONS[config.mode]
 
 
 def _check_available(config: Config) -> None:
@@ -82,6 +92,8 @@ def _compile(config: Config, plan: hardware.Plan) -> hardware.Plan:
 def _check_memory(config: Config, plan: hardware.Plan) -> None:
     """The rollout must fit: a clear word now instead of an allocation that fails later."""
     size = config.rollout_size * BYTES_PER_OBSERVATION["game" if config.env.game else "toy"]
+    if plan.num_learners:
+        size *= config.impala.pages_per_actor
     if size > plan.machine.memory_bytes:
         raise UserError(
             f"A rollout of {config.env.num_envs:,} environments x {config.training.n_steps:,} steps takes "

@@ -78,7 +78,6 @@ def test_threads_are_set_before_numpy_and_torch_start():
         (("--num-threads", "100000"), ("hardware.num_threads", "at most")),
         (("--set", "output_dir=2024-13-45"), ("the value is not valid YAML",)),
         (("--algorithm", "dqn"), ("algorithm = 'dqn'",)),
-        (("--algorithm", "impala"), ("IMPALA in sequential mode is not part of this version",)),
         (("--mode", "distributed"), ("PPO in distributed mode is not part of this version",)),
         (("--mode", "parallel", "--device", "cuda"), ("works in sequential mode only",)),
         (("--output-dir", "/proc/nowhere"), ("Cannot write to /proc/nowhere", "--output-dir")),

@@ -12,15 +12,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution.loop import Worker, learn
-from rl_cluster_benchmark.execution.reduce import GlooReducer, SharedMemoryReducer
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run import checkpoint
@@ -36,7 +36,7 @@ def train(run: Run) -> None:
     """In the parent: start the workers, write down what they report, tell them when to stop."""
     config, plan = run.config, run.plan
     num_workers = plan.num_workers
-    shards = [list(map(int, shard)) for shard in np.array_split(np.arange(config.env.num_envs), num_workers)]
+    shards = deal(config.env.num_envs, num_workers)
     longest = max(map(len, shards)) * config.training.n_steps
     shared = SharedTensors(
         {
@@ -45,21 +45,15 @@ def train(run: Run) -> None:
         }
     )
     use_gloo = config.parallel.reduce == "gloo"
-    store = _gloo_store() if use_gloo else None
+    store = gloo_store() if use_gloo else None
     minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
-    sizes = (num_workers, _vector_size(config), 3 * minibatches + SMALL_SPARE)
+    sizes = (num_workers, Task.of(config).num_parameters + VECTOR_SPARE, 3 * minibatches + SMALL_SPARE)
     means = SharedMemoryReducer.allocate(*sizes) if store is None else store.port
     args = (config, plan, shards, shared, means, run.resumed_path, run.progress_state())
 
-    def look() -> None:
-        if run.interrupted():
-            shared["order"][0] = INTERRUPTED
-        elif run.should_stop():
-            shared["order"][0] = TIME_IS_UP
-
     with WorkerPool(_work, num_workers, args, plan.cores) as pool:
         started = 0
-        for rank, (kind, content) in pool.messages(look):
+        for rank, (kind, content) in pool.messages(lambda: give_orders(run, shared["order"])):
             if kind == "started":
                 print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
                 started += 1
@@ -75,6 +69,14 @@ def train(run: Run) -> None:
                 run.finish(checkpoint.unpack(content))
 
 
+def give_orders(run: Run, order: torch.Tensor) -> None:
+    """Tell the workers, through memory they all see, that the run is to end."""
+    if run.interrupted():
+        order[0] = INTERRUPTED
+    elif run.should_stop():
+        order[0] = TIME_IS_UP
+
+
 def _work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
     means: SharedTensors | int, resumed_path: Path | None, progress: dict[str, Any],
@@ -82,11 +84,7 @@ def _work(
     """In a worker."""
     hardware.prepare_process(plan.num_threads)
     course = WorkerCourse(rank, connection, config, shared, progress)
-    reduce: Reducer
-    if isinstance(means, int):
-        reduce = GlooReducer(rank, len(shards), means, course.clock)
-    else:
-        reduce = SharedMemoryReducer(means, rank, course.clock)
+    reduce = join(means, rank, len(shards), course.clock)
     course.reduce = reduce
     state = checkpoint.load(resumed_path) if resumed_path else None
     worker = Worker.build(config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state)
@@ -179,17 +177,7 @@ def _rows(table: torch.Tensor) -> list[list[float]]:
     return table[1 : int(table[0, 0]) + 1].tolist()
 
 
-def _gloo_store() -> Any:
+def gloo_store() -> Any:
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def _vector_size(config: Config) -> int:
-    """Enough for the model's gradient: built once here, without environments, to count it."""
-    from rl_cluster_benchmark.envs import make_env
-    from rl_cluster_benchmark.models import make_model
-
-    env = make_env(config.env, [0], num_threads=1)
-    model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
-    return sum(p.numel() for p in model.parameters()) + VECTOR_SPARE

@@ -12,6 +12,7 @@ import time
 import torch
 from torch import Tensor
 
+from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -88,3 +89,10 @@ class GlooReducer:
         with self.clock.phase("communication"):
             self._dist.all_reduce(tensor)
         return tensor
+
+
+def join(means: SharedTensors | int, rank: int, num_workers: int, clock: PhaseClock) -> Reducer:
+    """A worker's end of either: through memory that the parent made, or through the port of a Gloo store."""
+    if isinstance(means, int):
+        return GlooReducer(rank, num_workers, means, clock)
+    return SharedMemoryReducer(means, rank, clock)

@@ -23,6 +23,7 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, summary
+from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.files import write_atomically
@@ -51,6 +52,7 @@ class Run:
         self.summary: dict[str, Any] | None = None
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
+        self.asynchrony = Asynchrony()
         self.steps = self.updates = 0
         self.peak_memory = 0
         self.peak_worker_memory = 0  # of the largest worker process
@@ -111,8 +113,15 @@ class Run:
     def is_complete(self) -> bool:
         return self.steps >= self.config.training.total_timesteps
 
-    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+    def record(
+        self,
+        steps: int,
+        episodes: Sequence[tuple[float, int]],
+        losses: dict[str, float],
+        asynchrony: dict[str, float] | None = None,
+    ) -> None:
         """One update is done: count, log, show, save."""
+        self.asynchrony.add(asynchrony or {})
         self.updates += 1
         self.steps += steps
         self.episodes.add(episodes)
@@ -121,7 +130,7 @@ class Run:
         if time.perf_counter() - self._last_memory > SECONDS_BETWEEN_MEMORY_READINGS:
             self._read_memory()
         if self.updates % self.config.training.log_interval == 0:
-            self._log(losses)
+            self._log(losses, asynchrony or {})
 
     def checkpoint_due(self) -> bool:
         minutes = (time.perf_counter() - self._last_checkpoint) / 60
@@ -141,7 +150,7 @@ class Run:
 
     # What is written
 
-    def _log(self, losses: dict[str, float]) -> None:
+    def _log(self, losses: dict[str, float], asynchrony: dict[str, float]) -> None:
         last_time, last_steps = self._last_log
         now = self.elapsed
         fps = (self.steps - last_steps) / max(1e-9, now - last_time)
@@ -154,6 +163,7 @@ class Run:
             line["charts/episodic_length"] = self.episodes.mean_length
         line |= {f"losses/{name}": value for name, value in losses.items() if name != "learning_rate"}
         line |= {f"time/{name}": share for name, share in self.clock.shares(now).items()}
+        line |= asynchrony
         line["system/memory_gb"] = self._memory / 1e9
         line["system/cpu_utilization"] = self.cpu_seconds / now / self.plan.machine.usable_cores
         assert self._metrics is not None
@@ -195,6 +205,7 @@ class Run:
             "phase_seconds": dict(self.clock.seconds),
             "peak_memory": self.peak_memory,
             "episodes": self.episodes.state_dict(),
+            "asynchrony": self.asynchrony.state_dict(),
             # Every random stream is named by the seed and the number of the update (see seeding.py).
             "random_state": {"seed": self.config.env.seed, "next_update": self.updates},
         }
@@ -205,6 +216,8 @@ class Run:
         self.last_update_at = state["elapsed"]
         self.clock.seconds |= state["phase_seconds"]
         self.episodes.load_state_dict(state["episodes"])
+        if "asynchrony" in state:  # checkpoints of versions without it
+            self.asynchrony.load_state_dict(state["asynchrony"])
 
     def _read_memory(self) -> None:
         """Proportional set size: memory shared with other processes is counted once over all of them."""
