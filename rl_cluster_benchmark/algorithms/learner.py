@@ -75,7 +75,7 @@ class Learner:
                 view.copy_(tensors[name])
 
 
-def move_parameters(model: nn.Module, flat: Tensor) -> None:
+def move_parameters(model: ActorCritic, flat: Tensor) -> None:
     """Copy the model's parameters into the flat vector, and make them views of it."""
     with torch.no_grad():
         for (name, parameter), view in zip(model.named_parameters(), views(model, flat).values(), strict=True):
@@ -84,7 +84,7 @@ def move_parameters(model: nn.Module, flat: Tensor) -> None:
             parameter.data = view
 
 
-def views(model: nn.Module, flat: Tensor) -> dict[str, Tensor]:
+def views(model: ActorCritic, flat: Tensor) -> dict[str, Tensor]:
     """Each parameter's part of a flat vector, in the parameter's shape and memory order."""
     found, start = {}, 0
     for name, parameter in model.named_parameters():
