@@ -113,12 +113,11 @@ def resolve(config: Config) -> tuple[Config, Plan]:
 
 def plan(config: Config) -> Plan:
     machine = detect()
-    num_workers = (config.parallel.num_workers or machine.usable_cores) if config.mode == "parallel" else 1
+    num_workers = (config.parallel.num_workers or machine.usable_cores) if config.mode != "sequential" else 1
     threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
     precision, reason = _precision(config, machine)
-    share = (
-        -(-config.batch_size // num_workers) if config.algorithm == "ppo" else -(-config.rollout_size // num_workers)
-    )
+    everywhere = num_workers * (config.cluster.num_workers if config.mode == "distributed" else 1)
+    share = -(-(config.batch_size if config.algorithm == "ppo" else config.rollout_size) // everywhere)
     is_small = config.env.game is None or config.hardware.device != "cpu"
     per_pass = config.hardware.micro_batch or (share if is_small else SAMPLES_PER_THREAD * threads)
     return Plan(

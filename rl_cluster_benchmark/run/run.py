@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -59,6 +59,8 @@ class Run:
         self._progress: Progress | None = None
         self._started = self._cpu_started = self._last_memory = 0.0
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
+        self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
+        self.memory_elsewhere: Callable[[], int] = lambda: 0
 
     # The course of a run
 
@@ -89,6 +91,14 @@ class Run:
     def cpu_seconds(self) -> float:
         here = time.process_time() - self._cpu_started if self._started else 0.0
         return self._cpu_before + here + self.worker_cpu_seconds
+
+    @property
+    def num_workers(self) -> int:
+        return sum(workers for _, workers, _ in self.nodes) or self.plan.num_workers
+
+    @property
+    def usable_cores(self) -> int:
+        return sum(cores for _, _, cores in self.nodes) or self.plan.machine.usable_cores
 
     @property
     def fraction(self) -> float:
@@ -152,7 +162,7 @@ class Run:
         line |= {f"losses/{name}": value for name, value in losses.items() if name != "learning_rate"}
         line |= {f"time/{name}": share for name, share in self.clock.shares(now).items()}
         line["system/memory_gb"] = self._memory / 1e9
-        line["system/cpu_utilization"] = self.cpu_seconds / now / self.plan.machine.usable_cores
+        line["system/cpu_utilization"] = self.cpu_seconds / now / self.usable_cores
         assert self._metrics is not None
         assert self._progress is not None
         self._metrics.write(line)
@@ -206,7 +216,7 @@ class Run:
     def _read_memory(self) -> None:
         """Proportional set size: memory shared with other processes is counted once over all of them."""
         parent = psutil.Process()
-        self._memory = 0
+        self._memory = self.memory_elsewhere()
         for process in (parent, *parent.children()):
             with contextlib.suppress(psutil.Error):  # one that has just ended
                 self._memory += process.memory_full_info().pss
