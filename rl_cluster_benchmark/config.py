@@ -211,7 +211,9 @@ class ClusterConfig(Section):
     master_addr: str = Field("localhost", min_length=1, description="Address of the head machine.")
     master_port: Int = Field(29500, ge=1, le=65535, description="A free port on the head machine.")
     interface: str | None = Field(
-        None, min_length=1, description="Network interface to use (`eth0`); null takes the one on the route to the head."
+        None,
+        min_length=1,
+        description="Network interface to use (`eth0`); null takes the one on the route to the head.",
     )
     sync: Literal["allreduce", "local_sgd"] = Field(
         "allreduce",

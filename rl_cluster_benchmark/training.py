@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 from rl_cluster_benchmark import hardware, kernels
@@ -41,7 +40,8 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
     """In one process, on one machine, or on the head of a cluster."""
     config, plan = hardware.resolve(config)
     directory = RunDirectory.of(config)
-    lock = directory.claim(may_hold_a_run=resume or overwrite)
+    patience = config.cluster.timeout if cluster is not None and resume else 0.0  # the last head may still be ending
+    claim = directory.claim(may_hold_a_run=resume or overwrite, patience=patience)
     try:
         found = checkpoint.newest(directory) if resume else None
         resumed_path, resumed_from = found or (None, None)
@@ -58,6 +58,7 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
             print("No checkpoint to resume from: starting at the beginning.", flush=True)
         kernels.available()  # compile now, not in the first rollout, and once for all workers
         run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
+        run.may_write = claim.check
         if cluster is not None:
             run.nodes = [(n.name, n.num_workers, n.usable_cores) for n in cluster.nodes]
             run.memory_elsewhere = cluster.membership.memory_elsewhere
@@ -76,7 +77,7 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
                     print(summary.block(run.summary, directory), flush=True)
         return exit_status(run)
     finally:
-        os.close(lock)
+        claim.release()
 
 
 def _check_available(config: Config) -> None:

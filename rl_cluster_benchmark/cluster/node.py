@@ -57,7 +57,7 @@ def _told_to_others(cluster: Cluster) -> Iterator[None]:
 
 
 def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, Any] | None) -> Config:
-    """The config with the machines that are here. A run that goes on keeps its environments, however many share them."""
+    """The config with the machines that are here. A run that goes on keeps its environments, whoever shares them."""
     num_nodes, per_worker = len(cluster.nodes), config.parallel.num_envs_per_worker
     changes: dict[str, object] = {"cluster.num_workers": num_nodes, "mode": "distributed"}
     if config.cluster.min_nodes is not None:

@@ -9,7 +9,7 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -166,9 +166,9 @@ def _everybody(store: Any, rank: int, placement: Placement, deadline: float, sig
     keys = [f"node/{other}" for other in range(placement.num_nodes)]
     missing = set(range(placement.num_nodes))
     while missing:
-        missing = {other for other in missing if not _answers(store, lambda other=other: store.check([keys[other]]))}
+        missing = {other for other in missing if not _has(store, keys[other])}
         if missing:
-            if _answers(store, lambda: store.check([FAILED])):
+            if _has(store, FAILED):
                 failed, reason = json.loads(store.get(FAILED))
                 raise TrainingFailedError(f"Node {failed} stopped: {reason}")
             numbers = ", ".join(map(str, sorted(missing)))
@@ -182,9 +182,9 @@ def _everybody(store: Any, rank: int, placement: Placement, deadline: float, sig
     return [Node(**json.loads(store.get(key))) for key in keys]
 
 
-def _answers(store: Any, question: Callable[[], bool]) -> bool:
+def _has(store: Any, key: str) -> bool:
     try:
-        return question()
+        return bool(store.check([key]))
     except Exception as error:  # torch's exceptions have no common base but RuntimeError
         raise TrainingFailedError(
             f"The head's store no longer answers ({_first_line(error)}); did the head stop? Its output says why."
@@ -235,8 +235,8 @@ def _connect(placement: Placement, deadline: float, signals: Signals) -> tuple[A
             _wait_a_moment(
                 deadline,
                 signals,
-                f"The head at {host}:{port}{own} did not answer in time ({error.strerror or error}); is it started, and "
-                "is the port open between the machines?",
+                f"The head at {host}:{port}{own} did not answer in time ({error.strerror or error}); is it started, "
+                "and is the port open between the machines?",
             )
     try:
         return _client(host, port, STORE_TIMEOUT), rank

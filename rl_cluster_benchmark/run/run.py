@@ -61,6 +61,7 @@ class Run:
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
         self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
         self.memory_elsewhere: Callable[[], int] = lambda: 0
+        self.may_write: Callable[[], None] = lambda: None  # raises if somebody else has taken over
 
     # The course of a run
 
@@ -183,6 +184,7 @@ class Run:
         )
 
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
+        self.may_write()
         if not all(bool(tensor.isfinite().all()) for tensor in learner["model"].values()):
             raise TrainingFailedError(
                 f"The network's weights became NaN or infinite by update {self.updates}; the last good checkpoint is "
@@ -256,6 +258,7 @@ class Run:
             self._summarise("finished", None)
 
     def _summarise(self, state: str, reason: str | None) -> None:
+        self.may_write()
         self.summary = summary.build(self, state, reason)
         summary.write(self.directory, self.summary)
         metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))

@@ -11,7 +11,7 @@ STDERR = 2
 
 
 class Signals:
-    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks the run to end in good order; a second one ends the process at once."""
+    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks the run to end in good order; a second one ends it at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
