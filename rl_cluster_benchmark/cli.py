@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl_cluster_benchmark import __version__
+from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config import Config
@@ -125,6 +126,8 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     config.add_argument("--presets", action="store_true", help="list the presets for --config instead")
     config.set_defaults(run=_config)
+
+    launch_arguments.add_parser(commands)
 
     quickstart = commands.add_parser(
         "quickstart",
