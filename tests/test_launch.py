@@ -1,4 +1,4 @@
-"""`rlcb launch`: what can run on any machine. The real engines are driven by tests/cluster (make test-cluster)."""
+"""`rlcb launch`: what can run on any machine. The real engines are driven by cluster_tests (make test-cluster)."""
 
 import os
 import signal
@@ -152,7 +152,7 @@ def assert_shell_accepts(script, tmp_path):
 def test_slurm_script_turns_statuses_into_requeues(tmp_path):
     """The generated script, run by bash, with srun and scontrol replaced by notes of how they were called.
 
-    tests/cluster does the same with SLURM itself; this runs on every machine.
+    cluster_tests does the same with SLURM itself; this runs on every machine.
     """
     for name, body in {
         "srun": 'echo "$@" >> calls; read -r status < statuses; sed -i 1d statuses; exit "$status"',
