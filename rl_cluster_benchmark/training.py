@@ -40,8 +40,11 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
     """In one process, on one machine, or on the head of a cluster."""
     config, plan = hardware.resolve(config)
     directory = RunDirectory.of(config)
+    job = cluster.place.job if cluster is not None else ""
+    if cluster is not None and cluster.place.is_restart and directory.belongs_to(job):
+        resume = True  # the scheduler has put the same command into the queue again
     patience = config.cluster.timeout if cluster is not None and resume else 0.0  # the last head may still be ending
-    claim = directory.claim(may_hold_a_run=resume or overwrite, patience=patience)
+    claim = directory.claim(may_hold_a_run=resume or overwrite, patience=patience, job=job)
     try:
         found = checkpoint.newest(directory) if resume else None
         resumed_path, resumed_from = found or (None, None)

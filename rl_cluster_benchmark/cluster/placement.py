@@ -22,6 +22,8 @@ class Placement:
     attempt: str = "0"
     store_is_there: bool = False  # torchrun's agent runs the store that the nodes meet at
     source: str = "flags"
+    job: str = ""  # what the engine calls the run: the same when it starts the run again
+    is_restart: bool = False
 
 
 def find(config: Config, node_rank: int | None, environ: Mapping[str, str] = os.environ) -> Placement:
@@ -54,14 +56,17 @@ def _from_torchrun(environ: Mapping[str, str]) -> Placement:
             f"torchrun started {environ['LOCAL_WORLD_SIZE']} processes on this machine; rlcb starts the workers of a "
             "machine itself: use torchrun --nproc-per-node 1."
         )
+    run_id, restarts = environ["TORCHELASTIC_RUN_ID"], environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Placement(
         rank=int(environ["RANK"]),
         num_nodes=int(environ["WORLD_SIZE"]),
         master_addr=environ["MASTER_ADDR"],
         master_port=int(environ["MASTER_PORT"]),
-        attempt=f"{environ['TORCHELASTIC_RUN_ID']}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        attempt=f"{run_id}-{restarts}",
         store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source="torchrun",
+        job=f"torchrun-{run_id}" if run_id != "none" else f"torchrun-agent-{os.getppid()}",
+        is_restart=restarts != "0",
     )
 
 
@@ -73,14 +78,16 @@ def _from_slurm(config: Config, environ: Mapping[str, str]) -> Placement:
         )
     nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     is_set = config.cluster.master_addr != type(config.cluster).model_fields["master_addr"].default
-    restarts = f"{environ.get('SLURM_RESTART_COUNT', '0')}-{environ['SLURM_STEP_ID']}"
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
     return Placement(
         rank=int(environ["SLURM_PROCID"]),
         num_nodes=int(environ["SLURM_NTASKS"]),
         master_addr=config.cluster.master_addr if is_set else first_host(nodes),
         master_port=config.cluster.master_port,
-        attempt=f"{environ.get('SLURM_JOB_ID', '')}-{restarts}",
+        attempt=f"{environ.get('SLURM_JOB_ID', '')}-{restarts}-{environ['SLURM_STEP_ID']}",
         source="SLURM",
+        job=f"slurm-{environ.get('SLURM_JOB_ID', '')}",
+        is_restart=restarts != "0",
     )
 
 

@@ -59,6 +59,7 @@ class Cluster:
     address: tuple[str, int]  # of the store
     prefix: str
     membership: Membership
+    place: Placement
     join_timeout: float
     signals: Signals
 
@@ -120,7 +121,7 @@ def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
         return _prefixed(prefix, _client(*address, timeout))
 
     membership = Membership(connect, rank, labels, config.cluster.timeout)
-    return Cluster(rank, nodes, store, address, prefix, membership, config.cluster.join_timeout, signals)
+    return Cluster(rank, nodes, store, address, prefix, membership, placement, config.cluster.join_timeout, signals)
 
 
 def _agree(store: Any, rank: int, nodes: list[Node]) -> None:

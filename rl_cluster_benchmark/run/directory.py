@@ -84,7 +84,14 @@ class RunDirectory:
     def holds_a_run(self) -> bool:
         return self.config.exists() or self.metrics_log.exists() or any(self.checkpoints.glob(f"{self.name}_*.pt"))
 
-    def claim(self, *, may_hold_a_run: bool, patience: float = 0.0) -> Claim:
+    def belongs_to(self, job: str) -> bool:
+        """Was it last written by this job of a cluster's scheduler?"""
+        try:
+            return bool(job) and (self.root / ".lock").read_text().split()[-1] == job
+        except (OSError, IndexError):
+            return False
+
+    def claim(self, *, may_hold_a_run: bool, patience: float = 0.0, job: str = "") -> Claim:
         """Make the directory and lock it for this process; returns the lock, to be held until the end.
 
         A directory that already holds a run is refused, unless that run is to be resumed or overwritten. One that is
@@ -109,7 +116,7 @@ class RunDirectory:
             )
         for directory in (self.root, self.checkpoints, self.logs):
             remove_leftovers(directory)
-        owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
+        owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex} {job}"
         os.ftruncate(lock, 0)
         os.pwrite(lock, owner.encode(), 0)
         return Claim(lock, owner)
