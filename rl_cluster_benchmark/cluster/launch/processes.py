@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+PR_SET_PDEATHSIG = 1
 
 Lines = queue.SimpleQueue[tuple[str, str]]
 """(node, what it printed)."""
+
+
+def die_with_parent(number: int) -> Callable[[], None]:
+    """To be called in a new process: the kernel sends it this signal when its parent has ended, however it did."""
+    prctl = ctypes.CDLL(None).prctl  # found before the fork: after it, little is safe to do
+    return lambda: prctl(PR_SET_PDEATHSIG, number)
 
 
 class NodeProcess(Protocol):
@@ -45,6 +54,7 @@ class LocalProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGTERM),
         )
         self._reader = threading.Thread(target=self._read, args=(lines,), name=f"rlcb-output-{name}", daemon=True)
         self._reader.start()

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.cluster.launch.command import TrainCommand
-from rl_cluster_benchmark.cluster.launch.processes import Lines, NodeProcess
+from rl_cluster_benchmark.cluster.launch.processes import Lines, NodeProcess, die_with_parent
 from rl_cluster_benchmark.cluster.launch.supervise import say, supervise
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.run.stop import Signals
@@ -49,6 +50,7 @@ class NodeActor:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            preexec_fn=die_with_parent(signal.SIGKILL),  # a raylet that ends takes this actor with it
         )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
 
@@ -164,6 +166,8 @@ def launch(
     variables: Sequence[str], signals: Signals,
 ) -> int:  # fmt: skip
     ray = _ray()
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own reports nothing to anybody
     with contextlib.ExitStack() as stack:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
