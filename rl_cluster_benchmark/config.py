@@ -252,6 +252,33 @@ class ClusterConfig(Section):
     )
     master_addr: str = Field("localhost", min_length=1, description="Address of the head machine.")
     master_port: Int = Field(29500, ge=1, le=65535, description="A free port on the head machine.")
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description="Network interface to use (`eth0`); null takes the one on the route to the head.",
+    )
+    sync: Literal["allreduce", "local_sgd"] = Field(
+        "allreduce",
+        description="allreduce sums every gradient over all machines; local_sgd lets each machine step alone and "
+        "averages the parameters every sync_every updates.",
+    )
+    sync_every: Int = Field(8, ge=1, description="local_sgd: updates between two averages.")
+    compression: Literal["none", "bfloat16"] = Field(
+        "none", description="bfloat16 sends gradients between machines in half the bytes (allreduce only)."
+    )
+    timeout: Float = Field(
+        60.0, ge=2, description="Seconds until a silent machine counts as lost; longer than the slowest rollout takes."
+    )
+    join_timeout: Float = Field(300.0, ge=2, description="Seconds to wait at the start until all machines are there.")
+    max_restarts: Int = Field(3, ge=0, description="How often `rlcb launch` starts the run again after a failure.")
+    min_nodes: Int | None = Field(
+        None, ge=1, description="`rlcb launch` may go on with this many machines when some are lost; null needs all."
+    )
+    shared_filesystem: bool = Field(
+        True,
+        description="Check that all machines see the run directory; false if only the head's disk holds it (a restart "
+        "then needs the same head).",
+    )
 
 
 class HardwareConfig(Section):
@@ -337,9 +364,12 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         workers, per_worker = self.parallel.num_workers, self.parallel.num_envs_per_worker
-        is_known = self.mode == "sequential" or (
-            workers is not None and per_worker in (None, self.env.num_envs / workers)
-        )
+        if self.mode == "distributed":
+            is_known = per_worker is None  # otherwise the machines that join decide how many environments there are
+        else:
+            is_known = self.mode == "sequential" or (
+                workers is not None and per_worker in (None, self.env.num_envs / workers)
+            )
         if self.algorithm == "ppo" and is_known and self.rollout_size % self.batch_size:
             raise ValueError(
                 f"training.batch_size = {self.training.batch_size} does not divide the rollout of "
@@ -355,6 +385,13 @@ class Config(Section):
         is_impala = self.algorithm == "impala" and self.mode == "parallel" and is_known
         if is_impala and isinstance(learners, int) and learners > self.env.num_envs:
             raise ValueError(f"{learners} learners need as many environments, but there are {self.env.num_envs}")
+        if self.cluster.min_nodes is not None and self.cluster.min_nodes > self.cluster.num_workers:
+            raise ValueError(
+                f"cluster.min_nodes = {self.cluster.min_nodes} is more than the {self.cluster.num_workers} machines of "
+                "cluster.num_workers"
+            )
+        if self.cluster.sync == "local_sgd" and self.cluster.compression != "none":
+            raise ValueError("cluster.compression is for gradients: it needs cluster.sync = allreduce")
         if self.hardware.device != "cpu" and self.mode != "sequential":
             raise ValueError(f"hardware.device = {self.hardware.device} works in sequential mode only")
         return self

@@ -7,6 +7,7 @@ counts before those libraries start.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import os
 import platform
@@ -122,20 +123,31 @@ def resolve(config: Config) -> tuple[Config, Plan]:
     return config, plan(config)
 
 
+def compiled(config: Config, plan: Plan) -> Plan:
+    """Compile the C code before any time counts, and once for all workers; the plan as it turns out to be possible."""
+    from rl_cluster_benchmark.kernels import network, pooling
+
+    pooling.available()
+    if plan.engine == "native" and not network.available():
+        if config.hardware.engine == "native":
+            raise UserError("hardware.engine = native needs AMX or AVX512-BF16 and a C compiler; see rlcb doctor.")
+        return dataclasses.replace(plan, engine="torch")
+    return plan
+
+
 def plan(config: Config) -> Plan:
     machine = detect()
-    num_workers = (config.parallel.num_workers or machine.usable_cores) if config.mode == "parallel" else 1
+    num_workers = (config.parallel.num_workers or machine.usable_cores) if config.mode != "sequential" else 1
     threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
     precision, reason = _precision(config, machine)
     num_learners = 0
+    everywhere = num_workers * (config.cluster.num_workers if config.mode == "distributed" else 1)
     if config.algorithm == "impala":
         if config.mode == "parallel":
             num_learners = 1 if config.impala.num_learners == "auto" else config.impala.num_learners
         share = -(-config.unrolls_per_step // max(1, num_learners)) * config.training.n_steps
-    elif config.algorithm == "ppo":
-        share = -(-config.batch_size // num_workers)
     else:
-        share = -(-config.rollout_size // num_workers)
+        share = -(-(config.batch_size if config.algorithm == "ppo" else config.rollout_size) // everywhere)
     is_small = config.env.game is None or config.hardware.device != "cpu"
     per_pass = config.hardware.micro_batch or (share if is_small else SAMPLES_PER_THREAD * threads)
     return Plan(

@@ -58,6 +58,10 @@ class Learner:
             self.model.weights_changed()
         return norm
 
+    def vectors(self) -> list[Tensor]:
+        """Everything a step changes: the parameters and the optimiser's moments."""
+        return [self.flat, *self.optimizer.moments.values()]
+
     def state_dict(self) -> dict[str, Any]:
         """By parameter name and in the usual layout: the memory format may differ when it is loaded."""
         return {

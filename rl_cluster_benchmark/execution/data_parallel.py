@@ -47,7 +47,7 @@ def train(run: Run) -> None:
     use_gloo = config.parallel.reduce == "gloo"
     store = gloo_store() if use_gloo else None
     minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
-    sizes = (num_workers, Task.of(config).num_parameters + VECTOR_SPARE, 3 * minibatches + SMALL_SPARE)
+    sizes = (num_workers, vector_size(config), 3 * minibatches + SMALL_SPARE)
     means = SharedMemoryReducer.allocate(*sizes) if store is None else store.port
     args = (config, plan, shards, shared, means, run.resumed_path, run.progress_state())
 
@@ -59,14 +59,20 @@ def train(run: Run) -> None:
                 started += 1
                 if started == num_workers:
                     run.start()
-            elif kind == "record":
-                run.clock.seconds = content.pop("phase_seconds")
-                run.worker_cpu_seconds = content.pop("cpu_seconds")
-                run.record(**content)
-            elif kind == "save":
-                run.save(checkpoint.unpack(content))
-            elif kind == "final state":
-                run.finish(checkpoint.unpack(content))
+            else:
+                write_down(run, kind, content)
+
+
+def write_down(run: Run, kind: str, content: Any) -> None:
+    """What a worker reports."""
+    if kind == "record":
+        run.clock.seconds = content.pop("phase_seconds")
+        run.worker_cpu_seconds = content.pop("cpu_seconds")
+        run.record(**content)
+    elif kind == "save":
+        run.save(checkpoint.unpack(content))
+    elif kind == "final state":
+        run.finish(checkpoint.unpack(content))
 
 
 def give_orders(run: Run, order: torch.Tensor) -> None:
@@ -100,6 +106,7 @@ class WorkerCourse:
         self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any]
     ) -> None:
         self.rank, self.connection, self.config, self.shared = rank, connection, config, shared
+        self.num_workers, self.reports = len(shared["episodes"]), rank == 0
         self.clock = PhaseClock()
         self.steps, self.updates = progress["steps"], progress["updates"]
         self._elapsed, self._seconds_before = progress["elapsed"], progress["phase_seconds"]
@@ -136,33 +143,38 @@ class WorkerCourse:
         elapsed, cpu = time.perf_counter() - self._started, time.process_time() - self._cpu_started
         mine = [float(steps), elapsed, cpu, *(self.clock.seconds[name] for name in PHASES)]
         total_steps, elapsed, cpu, *seconds = self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
-        workers, before = len(self.shared["episodes"]), self._seconds_before
+        workers, before = self.num_workers, self._seconds_before
         self.steps += int(total_steps)
         self.updates += 1
         self._elapsed = self._elapsed_before + elapsed / workers
-        if self.rank == 0:
+        everyones = self.finished_episodes() if self.rank == 0 else None
+        if self.reports and everyones is not None:
             self._send(
                 "record",
                 {
                     "steps": int(total_steps),
-                    "episodes": [tuple(row) for part in self.shared["episodes"] for row in _rows(part)],
+                    "episodes": [tuple(row) for row in everyones.tolist()],
                     "losses": losses,
                     "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
                     "cpu_seconds": cpu,
                 },
             )
 
+    def finished_episodes(self) -> torch.Tensor | None:
+        """(reward, length) of each that ended in this rollout, [n, 2]."""
+        return torch.cat([table[1 : int(table[0, 0]) + 1] for table in self.shared["episodes"]])
+
     def checkpoint_due(self) -> bool:
         minutes = (time.perf_counter() - self._saved_at) / 60
         every = self.updates % self.config.training.save_interval == 0
-        return self.rank == 0 and (every or minutes > self.config.logging.checkpoint_minutes)
+        return self.reports and (every or minutes > self.config.logging.checkpoint_minutes)
 
     def save(self, state: dict[str, Any]) -> None:
         self._send("save", checkpoint.pack(state))
         self._saved_at = time.perf_counter()
 
     def finish(self, state: dict[str, Any]) -> None:
-        if self.rank == 0:
+        if self.reports:
             self._send("final state", checkpoint.pack(state))
 
     def _send(self, kind: str, content: Any) -> None:
@@ -173,11 +185,12 @@ class WorkerCourse:
         self.clock.seconds = dict.fromkeys(PHASES, 0.0)
 
 
-def _rows(table: torch.Tensor) -> list[list[float]]:
-    return table[1 : int(table[0, 0]) + 1].tolist()
-
-
 def gloo_store() -> Any:
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def vector_size(config: Config) -> int:
+    """Floats for the model's gradient and the loss statistics."""
+    return Task.of(config).num_parameters + VECTOR_SPARE

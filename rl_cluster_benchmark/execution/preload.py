@@ -18,7 +18,7 @@ SERVER = os.getpid()  # a forked worker finds its parent here
 
 
 def _load() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers compute on the CPU, and a CUDA context starts threads
     from rl_cluster_benchmark import hardware

@@ -148,7 +148,7 @@ def _main(
     from rl_cluster_benchmark.execution import preload  # as the server has imported it
 
     die_with_parent(preload.SERVER)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
     if core is not None:
         os.sched_setaffinity(0, {core})

@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -64,6 +64,9 @@ class Run:
         self._progress: Progress | None = None
         self._started = self._cpu_started = self._last_memory = 0.0
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
+        self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
+        self.memory_elsewhere: Callable[[], int] = lambda: 0
+        self.may_write: Callable[[], None] = lambda: None  # raises if somebody else has taken over
 
     # The course of a run
 
@@ -94,6 +97,14 @@ class Run:
     def cpu_seconds(self) -> float:
         here = time.process_time() - self._cpu_started if self._started else 0.0
         return self._cpu_before + here + self.worker_cpu_seconds
+
+    @property
+    def num_workers(self) -> int:
+        return sum(workers for _, workers, _ in self.nodes) or self.plan.num_workers
+
+    @property
+    def usable_cores(self) -> int:
+        return sum(cores for _, _, cores in self.nodes) or self.plan.machine.usable_cores
 
     @property
     def fraction(self) -> float:
@@ -165,7 +176,7 @@ class Run:
         line |= {f"time/{name}": share for name, share in self.clock.shares(now).items()}
         line |= asynchrony
         line["system/memory_gb"] = self._memory / 1e9
-        line["system/cpu_utilization"] = self.cpu_seconds / now / self.plan.machine.usable_cores
+        line["system/cpu_utilization"] = self.cpu_seconds / now / self.usable_cores
         assert self._metrics is not None
         assert self._progress is not None
         self._metrics.write(line)
@@ -186,6 +197,7 @@ class Run:
         )
 
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
+        self.may_write()
         if not all(bool(tensor.isfinite().all()) for tensor in learner["model"].values()):
             raise TrainingFailedError(
                 f"The network's weights became NaN or infinite by update {self.updates}; the last good checkpoint is "
@@ -226,7 +238,7 @@ class Run:
         for process in (parent, *parent.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # one that has just ended
                 sizes[process.pid] = process.memory_full_info().pss  # from smaps_rollup: a few milliseconds
-        self._memory = sum(sizes.values())
+        self._memory = self.memory_elsewhere() + sum(sizes.values())
         self.peak_memory = max(self.peak_memory, self._memory)
         workers = [sizes.get(worker.pid, 0) for worker in multiprocessing.active_children()]
         self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
@@ -265,6 +277,7 @@ class Run:
             self._summarise("finished", None)
 
     def _summarise(self, state: str, reason: str | None) -> None:
+        self.may_write()
         self.summary = summary.build(self, state, reason)
         summary.write(self.directory, self.summary)
         metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))

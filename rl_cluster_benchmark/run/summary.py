@@ -29,8 +29,9 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "num_envs": config.env.num_envs,
-        "num_workers": run.plan.num_workers,
+        "num_workers": run.num_workers,
         "num_learners": run.plan.num_learners,
+        "nodes": [name for name, _, _ in run.nodes] or None,
         "duration_hours": elapsed / 3600,
         "total_timesteps": run.steps,
         "total_updates": run.updates,
@@ -41,15 +42,15 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         **run.episodes.summary(),
         "asynchrony": run.asynchrony.summary(),
         "phase_shares": run.clock.shares(elapsed),
-        "cpu_utilization": run.cpu_seconds / elapsed / machine.usable_cores if elapsed > 0 else 0.0,
+        "cpu_utilization": run.cpu_seconds / elapsed / run.usable_cores if elapsed > 0 else 0.0,
         "num_threads": run.plan.num_threads,
         "precision": run.plan.precision,
         "engine": run.plan.engine,
         "cpu_model": machine.cpu_model,
-        "usable_cores": machine.usable_cores,
+        "usable_cores": run.usable_cores,
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
-        "versions": {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **package_versions()},
     }
 
 
@@ -68,6 +69,8 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
     per_worker = summary["memory_per_worker_mb"]
     rows.append(f"Duration: {summary['duration_hours']:.2f} hours")
     if summary["mode"] != "sequential":
+        if summary["nodes"]:
+            rows.append(f"Machines: {len(summary['nodes'])} ({', '.join(summary['nodes'])})")
         learners = summary.get("num_learners")
         workers = f"Actors: {summary['num_workers']}, Learners: {learners}" if learners else None
         rows += [workers or f"Workers: {summary['num_workers']}", f"Total Environments: {summary['num_envs']}"]
@@ -117,7 +120,7 @@ def git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
