@@ -78,7 +78,7 @@ def test_threads_are_set_before_numpy_and_torch_start():
         (("--num-threads", "100000"), ("hardware.num_threads", "at most")),
         (("--set", "output_dir=2024-13-45"), ("the value is not valid YAML",)),
         (("--algorithm", "dqn"), ("algorithm = 'dqn'",)),
-        (("--mode", "distributed"), ("PPO in distributed mode is not part of this version",)),
+        (("--mode", "distributed", "--algorithm", "impala"), ("IMPALA in distributed mode is not part of",)),
         (("--mode", "parallel", "--device", "cuda"), ("works in sequential mode only",)),
         (("--output-dir", "/proc/nowhere"), ("Cannot write to /proc/nowhere", "--output-dir")),
         (("--set", "model.architecture=nature", "--env", "CartPole-v1"), ("nature needs images",)),
