@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
+from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config import Config
@@ -24,6 +25,7 @@ EXAMPLES = """\
 examples:
   rlcb train --env coinrun --total-timesteps 1000000 --output-dir runs/coinrun
   rlcb train --resume --output-dir runs/coinrun
+  rlcb train --algorithm impala --mode parallel --set impala.num_actors=auto --output-dir runs/impala
   rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
   rlcb scaling --algorithm ppo --workers 1,2,4,8,16
@@ -44,7 +46,15 @@ FLAGS: dict[str, tuple[str, str, str]] = {
     "--batch-size": ("training.batch_size", "N", "samples in a minibatch"),
     "--learning-rate": ("training.learning_rate", "RATE", "step size of the optimiser"),
     "--num-threads": ("hardware.num_threads", "N", "threads to use; default: one per physical core"),
-    "--num-workers": ("parallel.num_workers", "N", "worker processes (parallel mode), machines (distributed mode)"),
+    "--num-workers": (
+        "parallel.num_workers",
+        "N",
+        "worker processes (IMPALA: actors), machines in distributed mode",
+    ),
+    "--num-nodes": ("cluster.num_workers", "N", "machines that take part (distributed mode)"),
+    "--workers-per-node": ("parallel.num_workers", "N", "worker processes on each machine (distributed mode)"),
+    "--master-addr": ("cluster.master_addr", "HOST", "address of the head machine (distributed mode)"),
+    "--master-port": ("cluster.master_port", "PORT", "a free port there (distributed mode)"),
     "--num-envs-per-worker": ("parallel.num_envs_per_worker", "N", "environments of each worker (parallel mode)"),
     "--device": ("hardware.device", "DEVICE", "cpu, or cuda where torch has it"),
     "--output-dir": ("output_dir", "DIR", "directory for everything the run writes"),
@@ -90,6 +100,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train an agent", description="Train an agent.", allow_abbrev=False)
     add_config_arguments(train)
+    train.add_argument(
+        "--node-rank", type=_rank, metavar="N", help="number of this machine, the head is 0 (distributed mode); "
+        "default: from torchrun or SLURM, else the head is whoever has --master-addr, the others count as they come",
+    )  # fmt: skip
     group = train.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="go on with the run in the output directory")
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output directory")
@@ -126,6 +140,8 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     config.add_argument("--presets", action="store_true", help="list the presets for --config instead")
     config.set_defaults(run=_config)
+
+    launch_arguments.add_parser(commands)
 
     quickstart = commands.add_parser(
         "quickstart",
@@ -217,6 +233,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _rank(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0")
+    return int(text)
+
+
 def _seed(text: str) -> int:
     if not text.isdigit() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0 to 2^32 - 1")
@@ -246,17 +268,19 @@ def config_from(args: argparse.Namespace) -> Config:
     for name in ("algorithm", "mode"):
         if getattr(args, name) is not None:
             overrides[name] = getattr(args, name)
+    mode = args.mode or (configs.read_yaml(args.config).get("mode") if args.config is not None else None)
     for flag, (key, _, _) in FLAGS.items():
         text = getattr(args, _attribute(flag))
         if text is not None:
-            key = "cluster.num_workers" if flag == "--num-workers" and args.mode == "distributed" else key
+            key = "cluster.num_workers" if flag == "--num-workers" and mode == "distributed" else key
             overrides[key] = text
     if args.num_envs is not None and args.num_envs_per_worker is None:
         overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
     overrides |= dict(configs.parse_assignment(text) for text in args.set)
     path = args.config
     if path is None:
-        preset = f"{args.algorithm or 'ppo'}_{args.mode or 'sequential'}"
+        place = "cpu_cluster" if args.mode == "distributed" else args.mode or "sequential"
+        preset = f"{args.algorithm or 'ppo'}_{place}"
         path = preset if preset in configs.presets() else None
         if getattr(args, "resume", False):
             places = {key: overrides[key] for key in PLACES if key in overrides}
@@ -270,7 +294,7 @@ def _train(args: argparse.Namespace) -> int:
     signals = _start_process(config)
     from rl_cluster_benchmark.training import train
 
-    return train(config, signals, resume=args.resume, overwrite=args.overwrite)
+    return train(config, signals, resume=args.resume, overwrite=args.overwrite, node_rank=args.node_rank)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

@@ -103,11 +103,12 @@ def _games() -> Iterator[Finding]:
 
 def _kernels() -> Finding:
     try:
-        from rl_cluster_benchmark import kernels
+        from rl_cluster_benchmark.kernels import network, pooling
     except ImportError:
         return Finding("C kernels", WARNING, "need torch")
-    if kernels.available():
-        return Finding("C kernels", OK, "compiled, and equal to torch")
+    if pooling.available():
+        rest = "and the native network" if network.available() else "(no native network: it needs AVX512-BF16 or AMX)"
+        return Finding("C kernels", OK, f"max-pooling {rest}: compiled, and equal to torch")
     return Finding("C kernels", WARNING, "not used: training is slower", "install a C compiler (apt-get install gcc)")
 
 
@@ -120,6 +121,8 @@ def _cores() -> Iterator[Finding]:
         f"{machine.usable_cores} physical usable; {machine.logical_cores} logical, {machine.allowed_cores} allowed by "
         f"affinity, {quota}",
     )
+    if platform.machine() not in ("x86_64", "AMD64"):
+        yield Finding("architecture", WARNING, platform.machine(), "use x86 for A3C and IMPALA in parallel mode")
     plan = hardware.plan(Config())
     vector = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in machine.flags]
     status = OK if vector else WARNING

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
 from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.kernels import max_pool
+from rl_cluster_benchmark.kernels.network import NativeTrunk, make_trunk
+from rl_cluster_benchmark.kernels.pooling import max_pool
 
 
 class ActorCritic(nn.Module):
@@ -39,12 +40,21 @@ class ActorCritic(nn.Module):
         self.value_head = _orthogonal(nn.Linear(feature_size, 1), gain=1.0)
         self.precision = precision
         self.memory_format = memory_format
+        self.native_trunk: NativeTrunk | None = None
+        self.register_load_state_dict_post_hook(lambda model, _: model.weights_changed())
+
+    def weights_changed(self) -> None:
+        """Whoever writes to the parameters says so: the native trunk keeps a packed copy."""
+        if self.native_trunk is not None:
+            self.native_trunk.stale = True
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         features = self._features(observations)
         return self.policy_head(features), self.value_head(features).squeeze(-1)
 
     def _features(self, observations: Tensor) -> Tensor:
+        if self.native_trunk is not None:
+            return self.native_trunk(observations)
         if observations.dtype == torch.uint8:
             observations = observations.permute(0, 3, 1, 2).to(self.precision).div_(255)
             observations = observations.contiguous(memory_format=self.memory_format)
@@ -148,6 +158,7 @@ def make_model(
     num_actions: int,
     hardware: HardwareConfig,
     precision: torch.dtype,
+    engine: str = "torch",
 ) -> ActorCritic:
     is_image = len(observation_shape) == 3
     architecture = config.architecture
@@ -174,7 +185,10 @@ def make_model(
         precision=precision if is_image else torch.float32,
         memory_format=memory_format,
     )
-    return model.to(hardware.device).to(memory_format=memory_format)  # type: ignore[call-overload]
+    model = model.to(hardware.device).to(memory_format=memory_format)  # type: ignore[call-overload]
+    if engine == "native" and isinstance(trunk, ImpalaCNN):
+        model.native_trunk = make_trunk(observation_shape, config.channels, list(trunk.parameters()))
+    return model
 
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Linear | nn.Conv2d:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import ROOT, environment, rlcb
 
-from rl_cluster_benchmark import kernels
 from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -83,9 +83,8 @@ def wait_for_updates(output, count, process):
 
 
 def workers_of(process):
-    """Its children but for multiprocessing's own helper."""
-    children = psutil.Process(process.pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    """The children of its server, in the order of their ranks."""
+    return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
 
 
 def assert_gone(processes, seconds=5.0):
@@ -317,12 +316,12 @@ def test_phases_nest():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 16, 64, 64), (3, 32, 7, 9), (2, 48, 1, 2)])
 def test_pooling_kernel(dtype, shape):
-    if not kernels.available():
+    if not pooling.available():
         pytest.skip("no C compiler here")
     torch.manual_seed(0)
     images = torch.randn(shape).mul(2).round().div(2).to(dtype).contiguous(memory_format=torch.channels_last)
     ours, theirs = images.clone().requires_grad_(), images.clone().requires_grad_()
-    pooled, expected = kernels.max_pool(ours), torch.nn.functional.max_pool2d(theirs, 3, 2, 1)
+    pooled, expected = pooling.max_pool(ours), torch.nn.functional.max_pool2d(theirs, 3, 2, 1)
     assert type(pooled.grad_fn).__name__ == "_MaxPoolBackward"
     torch.testing.assert_close(pooled, expected, rtol=0, atol=0)
     grad = torch.randn_like(expected)
@@ -334,9 +333,9 @@ def test_pooling_kernel(dtype, shape):
 
 def test_without_a_compiler_torch_pools(tmp_path):
     code = (
-        "import torch; from rl_cluster_benchmark import kernels;"
+        "import torch; from rl_cluster_benchmark.kernels import pooling;"
         "x = torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last);"
-        "print(kernels.available(), torch.equal(kernels.max_pool(x), torch.nn.functional.max_pool2d(x, 3, 2, 1)))"
+        "print(pooling.available(), torch.equal(pooling.max_pool(x), torch.nn.functional.max_pool2d(x, 3, 2, 1)))"
     )
     env = environment() | {"CC": "/nowhere/cc", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)

@@ -1,0 +1,173 @@
+"""The IMPALA-CNN's trunk in C, for one core: network.c behind torch's autograd.
+
+It computes in bfloat16 what the torch modules compute under autocast. Each forward pass that may be followed by a
+backward pass keeps its activations in one buffer, so the backward pass must come before the next such forward pass.
+Gradients are added to the parameters' `.grad`, where the optimiser reads them, instead of being handed to autograd.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_cluster_benchmark.kernels import build
+
+FORWARD_ERROR, GRADIENT_ERROR = 0.02, 0.05  # relative; bfloat16 rounds to 0.004
+
+
+class NativeTrunk:
+    """Runs a torch trunk's computation with its parameters; `stale` says that they changed since they were packed."""
+
+    def __init__(self, library: ctypes.CDLL, network: int, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        self._library, self._network = library, ctypes.c_void_p(network)
+        self._weights, self._biases = weights, biases
+        self._width = len(biases[-1])
+        self._passes = 0
+        self.stale = True
+
+    def __call__(self, observations: Tensor) -> Tensor:
+        """uint8 [B, H, W, 3] -> float32 [B, hidden_size]."""
+        observations = observations.contiguous()
+        if self.stale:
+            self._pack()
+        if torch.is_grad_enabled():
+            return _Run.apply(observations, self, self._weights[0])
+        return self.forward(observations, save=False)
+
+    def forward(self, observations: Tensor, *, save: bool) -> Tensor:
+        out = torch.empty(len(observations), self._width)
+        self._passes += save
+        call = self._library.network_forward
+        if not call(self._network, _pointer(observations), len(observations), int(save), _pointer(out)):
+            raise MemoryError("no memory for the activations of a pass; a smaller hardware.micro_batch needs less")
+        return out
+
+    def backward(self, observations: Tensor, out: Tensor, grad: Tensor, number: int) -> None:
+        if number != self._passes:
+            raise RuntimeError("another forward pass came before the backward pass of this one")
+        for parameter in (*self._weights, *self._biases):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grad = grad.contiguous()
+        gradients = ([parameter.grad for parameter in kind] for kind in (self._weights, self._biases))
+        self._library.network_backward(
+            self._network, _pointer(observations), len(observations), _pointer(out), _pointer(grad),
+            *map(_pointers, gradients),
+        )  # fmt: skip
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    def _pack(self) -> None:
+        """Copy the weights in bfloat16, in the order in which the code reads them."""
+        self._library.network_pack(self._network, _pointers(self._weights), _pointers(self._biases))
+        self.stale = False
+
+    def __del__(self) -> None:
+        self._library.network_destroy(self._network)
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, observations: Tensor, trunk: NativeTrunk, _any_weight: Tensor) -> Tensor:
+        """The weight is an argument so that autograd calls `backward`."""
+        out = trunk.forward(observations, save=True)
+        ctx.trunk, ctx.number = trunk, trunk.passes
+        ctx.save_for_backward(observations, out)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.trunk.backward(*ctx.saved_tensors, grad, ctx.number)
+        return None, None, None
+
+
+def make_trunk(image_shape: Sequence[int], channels: Sequence[int], parameters: Sequence[Tensor]) -> NativeTrunk | None:
+    """For weights and biases in turn. None where the CPU, the compiler or the network's shape does not allow it."""
+    library = _library()
+    return None if library is None else _make(library, image_shape, channels, parameters)
+
+
+@functools.cache
+def available() -> bool:
+    return _library() is not None
+
+
+def _make(
+    library: ctypes.CDLL, image_shape: Sequence[int], channels: Sequence[int], parameters: Sequence[Tensor]
+) -> NativeTrunk | None:
+    height, width, image_channels = image_shape
+    weights, biases = parameters[0::2], parameters[1::2]
+    in_order = all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights[:-1])
+    if image_channels != 3 or not in_order:
+        return None
+    sizes = (ctypes.c_int * len(channels))(*channels)
+    network = library.network_create(height, width, len(channels), sizes, len(biases[-1]))
+    return NativeTrunk(library, network, weights, biases) if network else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = build.load("network.c", ["tiles.h"])
+    if library is None or not hasattr(library, "network_create"):
+        return None
+    library.network_create.restype = ctypes.c_void_p
+    return library if agrees_with_torch(library) else None
+
+
+def agrees_with_torch(library: ctypes.CDLL) -> bool:
+    """On a small network whose numbers are all positive: nothing cancels, so that any misplaced term shows."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, 3, 3, 3), *[(16, 16, 3, 3)] * 4, (32, 16, 3, 3), *[(32, 32, 3, 3)] * 4, (32, 8 * 8 * 32)]
+    parameters = []
+    for shape in shapes:
+        weight = torch.rand(shape, generator=generator) * 2 / math.prod(shape[1:])
+        bias = torch.rand(shape[0], generator=generator) / 10
+        parameters += [weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight, bias]
+    parameters = [parameter.requires_grad_() for parameter in parameters]
+    trunk = _make(library, (32, 32, 3), (16, 32), parameters)
+    if trunk is None:
+        return False
+    observations = torch.randint(0, 256, (3, 32, 32, 3), dtype=torch.uint8, generator=generator)
+    grad = torch.rand(3, 32, generator=generator)
+    with torch.inference_mode(False), torch.enable_grad():  # wherever the first use happens to be
+        expected = torch_trunk(parameters, observations)
+        expected_gradients = torch.autograd.grad(expected, parameters, grad)
+        out = trunk(observations)
+        out.backward(grad)
+    gradients = zip((parameter.grad for parameter in parameters), expected_gradients, strict=True)
+    return _error(out, expected) < FORWARD_ERROR and all(_error(*pair) < GRADIENT_ERROR for pair in gradients)
+
+
+def torch_trunk(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
+    """The same network in torch and float32."""
+    x = observations.permute(0, 3, 1, 2).float() / 255
+    *convs, hidden = zip(parameters[0::2], parameters[1::2], strict=True)
+    for first in range(0, len(convs), 5):
+        x = F.max_pool2d(F.conv2d(x, *convs[first], padding=1), kernel_size=3, stride=2, padding=1)
+        for i in (first + 1, first + 3):
+            inner = F.conv2d(x.relu(), *convs[i], padding=1).relu()
+            x = x + F.conv2d(inner, *convs[i + 1], padding=1)
+    return F.linear(x.relu().permute(0, 2, 3, 1).flatten(1), *hidden).relu()
+
+
+def _error(ours: Tensor | None, theirs: Tensor) -> float:
+    assert ours is not None
+    return float((ours - theirs).detach().norm() / theirs.detach().norm())
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors if tensor is not None))

@@ -1,0 +1,158 @@
+"""The IMPALA-CNN in C against the same computation in torch, rounded to bfloat16 in the same places."""
+
+import ctypes
+import math
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+
+from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.kernels import build, network
+from rl_cluster_benchmark.models import make_model
+
+needs_native = pytest.mark.skipif(not network.available(), reason="needs AVX512-BF16 and a C compiler")
+
+
+class Rounded(torch.autograd.Function):
+    """A value, and later its gradient, stored in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.bfloat16().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.bfloat16().to(grad.dtype)
+
+
+def rounded_trunk(parameters, observations):
+    """What network.c computes, written down with torch's operations in double precision."""
+    stored = Rounded.apply
+    x = stored((observations.permute(0, 3, 1, 2).float() * (1 / 255)).double())
+    weights = [weight.bfloat16().double() for weight in parameters[0::2]]
+    convs = list(zip(weights, (bias.double() for bias in parameters[1::2]), strict=True))
+    *convs, hidden = convs
+    for first in range(0, len(convs), 5):
+        x = F.max_pool2d(stored(F.conv2d(x, *convs[first], padding=1)), kernel_size=3, stride=2, padding=1)
+        for i in (first + 1, first + 3):
+            inner = stored(F.conv2d(x.relu(), *convs[i], padding=1).relu())
+            x = stored(x + F.conv2d(inner, *convs[i + 1], padding=1))
+    return F.linear(x.relu().permute(0, 2, 3, 1).flatten(1), *hidden).relu()
+
+
+def parameters_of(model):
+    parameters = list(model.trunk.parameters())
+    with torch.no_grad():
+        for bias in parameters[1::2]:
+            bias.uniform_(-0.1, 0.1)
+    return parameters
+
+
+def images(count, size=64):
+    """Smooth ones: noise would make every pooling window a close call."""
+    small = torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    image = F.interpolate(small, size=(size, size), mode="bicubic").clamp(0, 1) * 255
+    return image.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def build_model(channels=(16, 32, 32), hidden_size=256, size=64):
+    torch.manual_seed(0)
+    config = ModelConfig(architecture="impala", channels=list(channels), hidden_size=hidden_size)
+    model = make_model(config, (size, size, 3), 15, HardwareConfig(), torch.bfloat16, "native")
+    assert model.native_trunk is not None
+    return model
+
+
+def relative_error(ours, theirs):
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("channels", "hidden_size", "size", "batch"),
+    [((16, 32, 32), 256, 64, 5), ((32, 64, 64), 256, 64, 2), ((16,), 32, 32, 33), ((48, 16), 64, 32, 17)],
+)
+def test_equals_the_same_computation_in_torch(channels, hidden_size, size, batch):
+    model = build_model(channels, hidden_size, size)
+    parameters, observations = parameters_of(model), images(batch, size)
+    grad = torch.randn(batch, hidden_size, generator=torch.Generator().manual_seed(2))
+    out = model.native_trunk(observations)
+    out.backward(grad)
+    expected = rounded_trunk(parameters, observations)
+    assert relative_error(out, expected) < 0.003
+    gradients = torch.autograd.grad(expected, parameters, grad)
+    for parameter, theirs in zip(parameters, gradients, strict=True):
+        assert torch.cosine_similarity(parameter.grad.flatten().double(), theirs.flatten().double(), dim=0) > 0.99
+    with torch.inference_mode():
+        assert torch.equal(model.native_trunk(observations), out)
+
+
+@needs_native
+def test_is_as_close_to_float32_as_torch_in_bfloat16():
+    model = build_model()
+    observations = images(8)
+    parameters_of(model)
+    exact = network.torch_trunk(list(model.trunk.parameters()), observations)
+    ours = model.native_trunk(observations)
+    model.native_trunk = None
+    theirs = model._features(observations)
+    assert relative_error(ours, exact) < 1.2 * relative_error(theirs, exact) < 0.02
+
+
+@needs_native
+def test_gradients_add_up_over_passes_and_follow_new_weights():
+    model = build_model()
+    observations = images(6)
+    first, second = observations[:4], observations[4:]
+    model.native_trunk(observations).sum().backward()
+    whole = [parameter.grad.clone() for parameter in model.trunk.parameters()]
+    for parameter in model.trunk.parameters():
+        parameter.grad.zero_()
+    model.native_trunk(first).sum().backward()
+    model.native_trunk(second).sum().backward()
+    for parameter, expected in zip(model.trunk.parameters(), whole, strict=True):
+        assert relative_error(parameter.grad, expected) < 1e-4
+    before = model.native_trunk(observations).detach()
+    model.load_state_dict({name: value * 1.1 for name, value in model.state_dict().items()})
+    assert not torch.allclose(model.native_trunk(observations), before)
+
+
+@needs_native
+def test_a_forward_pass_in_between_is_noticed():
+    model = build_model()
+    out = model.native_trunk(images(2))
+    model.native_trunk(images(2))
+    with pytest.raises(RuntimeError, match="another forward pass"):
+        out.sum().backward()
+
+
+@needs_native
+def test_not_a_number_is_not_lost():
+    model = build_model()
+    with torch.no_grad():
+        model.trunk.stages[0].conv.weight[3, 1, 1, 1] = math.nan
+    model.weights_changed()
+    assert model.native_trunk(images(1)).isnan().any()
+
+
+@needs_native
+def test_shapes_it_does_not_compute_are_left_to_torch():
+    for channels, size in (((8, 16), 64), ((16, 32, 32, 32), 64), ((16,), 36)):
+        config = ModelConfig(architecture="impala", channels=list(channels))
+        model = make_model(config, (size, size, 3), 15, HardwareConfig(), torch.bfloat16, "native")
+        assert model.native_trunk is None
+
+
+@needs_native
+def test_the_code_for_amx_agrees_with_torch_too(tmp_path):
+    """With the tiles emulated in plain C: few machines have them."""
+    library = tmp_path / "emulated.so"
+    header, source = ROOT / "tests" / "emulated_amx.h", build.FOLDER / "network.c"
+    subprocess.run(["cc", *build.FLAGS, "-include", str(header), str(source), "-o", str(library)], check=True)
+    emulated = ctypes.CDLL(str(library))
+    emulated.network_create.restype = ctypes.c_void_p
+    assert network.agrees_with_torch(emulated)
