@@ -117,7 +117,7 @@ def _make(
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = build.load("network.c", ["tiles.h"])
+    library = build.load("network.c", ["dense.h", "tiles.h"])
     if library is None or not hasattr(library, "network_create"):
         return None
     library.network_create.restype = ctypes.c_void_p
