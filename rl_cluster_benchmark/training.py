@@ -72,7 +72,8 @@ def _check_available(config: Config) -> None:
 def _compile(config: Config, plan: hardware.Plan) -> hardware.Plan:
     """Before the first rollout, and once for all workers; the plan as it turns out to be possible."""
     pooling.available()
-    if plan.engine == "native" and not network.available():
+    architecture = "impala" if config.model.architecture == "auto" else config.model.architecture
+    if plan.engine == "native" and not network.available(architecture):
         if config.hardware.engine == "native":
             raise UserError("hardware.engine = native needs AMX or AVX512-BF16 and a C compiler; see rlcb doctor.")
         return dataclasses.replace(plan, engine="torch")

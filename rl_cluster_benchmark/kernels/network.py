@@ -115,7 +115,7 @@ def make_trunk(
     return None if library is None else _make(library, SOURCES[architecture], image_shape, channels, parameters)
 
 
-def available(architecture: str = "impala") -> bool:
+def available(architecture: str) -> bool:
     return _library(architecture) is not None
 
 
