@@ -7,10 +7,10 @@ OUT ?= benchmarks
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel evaluate evaluate-ppo tensorboard docs bench clean
+.PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed scaling evaluate evaluate-ppo evaluate-impala tensorboard docs bench clean
 
 help: ## show this list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-27s %s\n", $$1, $$2}'
 
 quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evaluate it, draw its curve
 	$(BIN)/rlcb quickstart $(ARGS)
@@ -52,11 +52,32 @@ train-a2c: venv/.installed ## train A2C in one process
 train-a2c-parallel: venv/.installed ## train A2C on all cores
 	$(BIN)/python train_a2c_parallel.py $(ARGS)
 
+scaling: venv/.installed ## measure how PPO speeds up with workers on this machine
+	$(BIN)/rlcb scaling --output-dir $(OUT)/scaling $(ARGS)
+
+train-a3c-parallel: venv/.installed ## train A3C on all cores
+	$(BIN)/python train_a3c_parallel.py $(ARGS)
+
+train-impala: venv/.installed ## train IMPALA in one process
+	$(BIN)/python train_impala_sequential.py $(ARGS)
+
+train-impala-timed: venv/.installed ## the same for half an hour
+	$(BIN)/python train_impala_sequential_timed.py --duration 0.5 --output-dir $(OUT)/impala_seq_30min $(ARGS)
+
+train-impala-parallel: venv/.installed ## train IMPALA on all cores
+	$(BIN)/python train_impala_parallel.py $(ARGS)
+
+train-impala-parallel-timed: venv/.installed ## the same for half an hour
+	$(BIN)/python train_impala_parallel_timed.py --duration 0.5 --output-dir $(OUT)/impala_par_30min $(ARGS)
+
 evaluate: venv/.installed ## evaluate the newest checkpoint
 	$(BIN)/python evaluate.py --deterministic $(ARGS)
 
 evaluate-ppo: venv/.installed ## evaluate the newest PPO checkpoint
 	$(BIN)/python evaluate_universal.py --algorithm ppo --deterministic $(ARGS)
+
+evaluate-impala: venv/.installed ## evaluate the newest IMPALA checkpoint
+	$(BIN)/python evaluate_universal.py --algorithm impala --deterministic $(ARGS)
 
 tensorboard: venv/.installed ## show the logs of all runs at http://localhost:6006
 	$(BIN)/tensorboard --logdir_spec logs:logs,runs:runs,benchmarks:$(OUT)

@@ -10,9 +10,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
+from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config import Config
@@ -23,13 +25,16 @@ EXAMPLES = """\
 examples:
   rlcb train --env coinrun --total-timesteps 1000000 --output-dir runs/coinrun
   rlcb train --resume --output-dir runs/coinrun
+  rlcb train --algorithm impala --mode parallel --set impala.num_actors=auto --output-dir runs/impala
   rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
+  rlcb scaling --algorithm ppo --workers 1,2,4,8,16
   rlcb doctor
 """
 
 PLACES = ("algorithm", "mode", "output_dir", "logging.log_dir", "logging.checkpoint_dir")  # where a run is
 QUICKSTART_DIR = "runs/quickstart"
+SCALING_DIR = "runs/scaling"
 
 # flag -> (config key, placeholder, help)
 FLAGS: dict[str, tuple[str, str, str]] = {
@@ -37,17 +42,29 @@ FLAGS: dict[str, tuple[str, str, str]] = {
     "--seed": ("env.seed", "N", "seed of everything random in the run"),
     "--total-timesteps": ("training.total_timesteps", "N", "stop after this many environment steps"),
     "--duration": ("training.duration_hours", "HOURS", "stop after this many hours, if that comes first"),
-    "--num-envs": ("env.num_envs", "N", "environments stepped together (sequential mode)"),
+    "--num-envs": ("env.num_envs", "N", "environments stepped together, over all workers"),
     "--batch-size": ("training.batch_size", "N", "samples in a minibatch"),
     "--learning-rate": ("training.learning_rate", "RATE", "step size of the optimiser"),
     "--num-threads": ("hardware.num_threads", "N", "threads to use; default: one per physical core"),
-    "--num-workers": ("parallel.num_workers", "N", "worker processes (parallel mode), machines (distributed mode)"),
+    "--num-workers": (
+        "parallel.num_workers",
+        "N",
+        "worker processes (IMPALA: actors), machines in distributed mode",
+    ),
+    "--num-nodes": ("cluster.num_workers", "N", "machines that take part (distributed mode)"),
+    "--workers-per-node": ("parallel.num_workers", "N", "worker processes on each machine (distributed mode)"),
+    "--master-addr": ("cluster.master_addr", "HOST", "address of the head machine (distributed mode)"),
+    "--master-port": ("cluster.master_port", "PORT", "a free port there (distributed mode)"),
     "--num-envs-per-worker": ("parallel.num_envs_per_worker", "N", "environments of each worker (parallel mode)"),
     "--device": ("hardware.device", "DEVICE", "cpu, or cuda where torch has it"),
     "--output-dir": ("output_dir", "DIR", "directory for everything the run writes"),
     "--checkpoint-dir": ("logging.checkpoint_dir", "DIR", "where checkpoints go without --output-dir"),
     "--log-dir": ("logging.log_dir", "DIR", "where logs go without --output-dir"),
 }
+SET_BY_SCALING = (
+    "--mode", "--total-timesteps", "--duration", "--num-workers", "--num-envs-per-worker", "--checkpoint-dir",
+    "--log-dir",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,6 +100,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train an agent", description="Train an agent.", allow_abbrev=False)
     add_config_arguments(train)
+    train.add_argument(
+        "--node-rank", type=_rank, metavar="N", help="number of this machine, the head is 0 (distributed mode); "
+        "default: from torchrun or SLURM, else the head is whoever has --master-addr, the others count as they come",
+    )  # fmt: skip
     group = train.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="go on with the run in the output directory")
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output directory")
@@ -102,6 +123,8 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--output", metavar="PNG", help="default: metrics.png beside the log file")
     plot.set_defaults(run=_plot)
 
+    add_scaling(commands)
+
     doctor = commands.add_parser(
         "doctor", help="check that everything needed is there", description="Check the machine."
     )
@@ -118,6 +141,8 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument("--presets", action="store_true", help="list the presets for --config instead")
     config.set_defaults(run=_config)
 
+    launch_arguments.add_parser(commands)
+
     quickstart = commands.add_parser(
         "quickstart",
         help="train for a minute, evaluate, plot: a first look",
@@ -130,13 +155,44 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+def add_scaling(commands: Any) -> None:
+    scaling = commands.add_parser(
+        "scaling",
+        help="measure how training speeds up with workers",
+        description="Train with 1, 2, 4, ... workers for a while each, and beside each with as many independent runs "
+        "that do the same work without communication: what the machine costs and what this program costs.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(scaling, without=SET_BY_SCALING)
+    scaling.add_argument(
+        "--workers", type=_numbers, metavar="N,N,...",
+        help="numbers of workers; default: powers of two up to the usable cores",
+    )  # fmt: skip
+    scaling.add_argument(
+        "--envs-per-worker", type=_positive, metavar="N",
+        help="weak scaling: N environments for each worker; default: strong scaling, the same total for all",
+    )  # fmt: skip
+    scaling.add_argument(
+        "--seconds", type=_seconds, default=60.0, metavar="S", help="of each run after its first update; default: 60"
+    )
+    scaling.add_argument(
+        "--repeats", type=_positive, default=1, metavar="N", help="rounds, medians are reported; default: 1"
+    )
+    scaling.add_argument("--overwrite", action="store_true", help="replace the sweep in the output directory")
+    scaling.set_defaults(run=_scaling, mode="parallel")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
     parser.add_argument("--algorithm", metavar="NAME", help="ppo (default), a2c, a3c or impala")
-    parser.add_argument("--mode", metavar="MODE", help="sequential (default), parallel or distributed")
+    if "--mode" not in without:
+        parser.add_argument("--mode", metavar="MODE", help="sequential (default), parallel or distributed")
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML file or a preset's name; default: the preset <algorithm>_<mode>"
     )
     for flag, (key, placeholder, text) in FLAGS.items():
+        if flag in without:
+            parser.set_defaults(**{_attribute(flag): None})
+            continue
         parser.add_argument(flag, metavar=placeholder, help=f"{text} [{key}]")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other key: --set training.gamma=0.99"
@@ -167,9 +223,19 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _attribute(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least 1")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0")
     return int(text)
 
 
@@ -177,6 +243,20 @@ def _seed(text: str) -> int:
     if not text.isdigit() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0 to 2^32 - 1")
     return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part.strip()) for part in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a number of seconds, at most a day")
+    return seconds
 
 
 def config_from(args: argparse.Namespace) -> Config:
@@ -188,17 +268,19 @@ def config_from(args: argparse.Namespace) -> Config:
     for name in ("algorithm", "mode"):
         if getattr(args, name) is not None:
             overrides[name] = getattr(args, name)
+    mode = args.mode or (configs.read_yaml(args.config).get("mode") if args.config is not None else None)
     for flag, (key, _, _) in FLAGS.items():
-        text = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        text = getattr(args, _attribute(flag))
         if text is not None:
-            key = "cluster.num_workers" if flag == "--num-workers" and args.mode == "distributed" else key
+            key = "cluster.num_workers" if flag == "--num-workers" and mode == "distributed" else key
             overrides[key] = text
     if args.num_envs is not None and args.num_envs_per_worker is None:
         overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
     overrides |= dict(configs.parse_assignment(text) for text in args.set)
     path = args.config
     if path is None:
-        preset = f"{args.algorithm or 'ppo'}_{args.mode or 'sequential'}"
+        place = "cpu_cluster" if args.mode == "distributed" else args.mode or "sequential"
+        preset = f"{args.algorithm or 'ppo'}_{place}"
         path = preset if preset in configs.presets() else None
         if getattr(args, "resume", False):
             places = {key: overrides[key] for key in PLACES if key in overrides}
@@ -212,7 +294,7 @@ def _train(args: argparse.Namespace) -> int:
     signals = _start_process(config)
     from rl_cluster_benchmark.training import train
 
-    return train(config, signals, resume=args.resume, overwrite=args.overwrite)
+    return train(config, signals, resume=args.resume, overwrite=args.overwrite, node_rank=args.node_rank)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -247,6 +329,29 @@ def _plot(args: argparse.Namespace) -> int:
 
     print(f"Saved {plot_metrics(args.log_file, args.output)}")
     return 0
+
+
+def _scaling(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.errors import UserError
+    from rl_cluster_benchmark.run.stop import Signals
+    from rl_cluster_benchmark.scaling.sweep import Settings, scaling
+
+    if args.num_envs is not None and args.envs_per_worker is not None:
+        raise UserError("--num-envs fixes the total (strong scaling), --envs-per-worker the share (weak): give one.")
+    if args.num_envs is not None:
+        args.set.insert(0, "parallel.num_workers=null")  # the preset's number of workers says nothing here
+    config = config_from(args)
+    signals = Signals()
+    signals.install()
+    settings = Settings(
+        workers=args.workers,
+        envs_per_worker=args.envs_per_worker,
+        seconds=args.seconds,
+        repeats=args.repeats,
+        output_dir=Path(config.output_dir or SCALING_DIR),
+        overwrite=args.overwrite,
+    )
+    return scaling(config, settings, signals)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -67,6 +67,17 @@ Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Int = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
 
 
+def _count_or_auto(value: object) -> object:
+    number = _whole(value)
+    if number not in (None, "auto") and not (type(number) is int and 1 <= number <= MAX_THREADS):
+        raise ValueError(f"is not allowed; it must be auto or a whole number from 1 to {MAX_THREADS}")
+    return number
+
+
+Count = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+AutoCount = Annotated[Count, BeforeValidator(lambda value: "auto" if value is None else value)]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
@@ -147,7 +158,10 @@ class TrainingConfig(Section):
     duration_hours: Float | None = Field(None, gt=0, description="Stop after this many hours, if that comes first.")
     n_steps: Int = Field(128, ge=1, le=1_000_000, description="Steps each environment takes between two updates.")
     batch_size: Int = Field(
-        1024, ge=1, description="Samples in a minibatch. It must divide num_envs x n_steps; if larger, one minibatch."
+        1024,
+        ge=1,
+        description="Samples in a minibatch. For PPO it must divide num_envs x n_steps; if larger, one minibatch. "
+        "IMPALA rounds it to whole unrolls of n_steps.",
     )
     n_epochs: Int = Field(4, ge=1, le=1_000_000, description="Passes over the experience in each update.")
     learning_rate: Float = Field(3e-4, gt=0, description="Step size of the optimiser.")
@@ -176,12 +190,40 @@ class ImpalaConfig(Section):
     """Used by IMPALA only."""
 
     vtrace_clip_rho_threshold: Float = Field(
-        1.0, gt=0, description="Clip of the importance weights in the V-trace target."
+        1.0, gt=0, description="Clip of the importance weights in the V-trace target (rho of the paper)."
+    )
+    vtrace_clip_c_threshold: Float = Field(
+        1.0, gt=0, description="Clip of the weights that carry a step's surprise back to earlier ones (c of the paper)."
     )
     vtrace_clip_pg_rho_threshold: Float = Field(1.0, gt=0, description="Clip of the weights in the policy gradient.")
     entropy_coef: Float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
     value_coef: Float = Field(0.5, ge=0, description="Weight of the value loss.")
-    max_grad_norm: Float = Field(40.0, gt=0, description="Gradients are scaled down to this norm.")
+    max_grad_norm: Float = Field(
+        40.0, gt=0, description="Gradients are scaled down to this norm; the loss is a sum over the samples of a step."
+    )
+    num_actors: Count | None = Field(
+        None,
+        description="Parallel mode: processes that act. auto splits the cores by what acting and learning cost here; "
+        "null is parallel.num_workers, and auto where that is null.",
+    )
+    num_learners: AutoCount = Field(
+        "auto", description="Parallel mode: processes that learn; auto is the cores left over."
+    )
+    pages_per_actor: Int = Field(
+        2, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
+    )
+    inference_precision: Literal["same", "float32", "bfloat16"] = Field(
+        "same", description="Of the actors alone; V-trace corrects for the difference. same is hardware.precision."
+    )
+    replay_fraction: Float = Field(
+        0.0, ge=0, le=0.95, description="Parallel mode: share of each batch that is learned from again; 0 is no replay."
+    )
+    replay_size: Int = Field(
+        1000, ge=1, description="Unrolls kept for replay, in a memory-mapped file in the run's directory."
+    )
+    max_actor_restarts: Int = Field(
+        100, ge=0, description="An actor that dies is started anew; more deaths than this end the run."
+    )
 
 
 class ParallelConfig(Section):
@@ -210,6 +252,33 @@ class ClusterConfig(Section):
     )
     master_addr: str = Field("localhost", min_length=1, description="Address of the head machine.")
     master_port: Int = Field(29500, ge=1, le=65535, description="A free port on the head machine.")
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description="Network interface to use (`eth0`); null takes the one on the route to the head.",
+    )
+    sync: Literal["allreduce", "local_sgd"] = Field(
+        "allreduce",
+        description="allreduce sums every gradient over all machines; local_sgd lets each machine step alone and "
+        "averages the parameters every sync_every updates.",
+    )
+    sync_every: Int = Field(8, ge=1, description="local_sgd: updates between two averages.")
+    compression: Literal["none", "bfloat16"] = Field(
+        "none", description="bfloat16 sends gradients between machines in half the bytes (allreduce only)."
+    )
+    timeout: Float = Field(
+        60.0, ge=2, description="Seconds until a silent machine counts as lost; longer than the slowest rollout takes."
+    )
+    join_timeout: Float = Field(300.0, ge=2, description="Seconds to wait at the start until all machines are there.")
+    max_restarts: Int = Field(3, ge=0, description="How often `rlcb launch` starts the run again after a failure.")
+    min_nodes: Int | None = Field(
+        None, ge=1, description="`rlcb launch` may go on with this many machines when some are lost; null needs all."
+    )
+    shared_filesystem: bool = Field(
+        True,
+        description="Check that all machines see the run directory; false if only the head's disk holds it (a restart "
+        "then needs the same head).",
+    )
 
 
 class HardwareConfig(Section):
@@ -287,12 +356,21 @@ class Config(Section):
         """The minibatch in use: a batch_size larger than the rollout is the whole rollout."""
         return min(self.training.batch_size, self.rollout_size)
 
+    @property
+    def unrolls_per_step(self) -> int:
+        """IMPALA: how many unrolls, each n_steps of one environment, make about a batch_size."""
+        learners = self.impala.num_learners if self.mode == "parallel" and self.impala.num_learners != "auto" else 1
+        return min(max(learners, self.training.batch_size // self.training.n_steps), self.env.num_envs)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         workers, per_worker = self.parallel.num_workers, self.parallel.num_envs_per_worker
-        is_known = self.mode == "sequential" or (
-            workers is not None and per_worker in (None, self.env.num_envs / workers)
-        )
+        if self.mode == "distributed":
+            is_known = per_worker is None  # otherwise the machines that join decide how many environments there are
+        else:
+            is_known = self.mode == "sequential" or (
+                workers is not None and per_worker in (None, self.env.num_envs / workers)
+            )
         if self.algorithm == "ppo" and is_known and self.rollout_size % self.batch_size:
             raise ValueError(
                 f"training.batch_size = {self.training.batch_size} does not divide the rollout of "
@@ -304,6 +382,17 @@ class Config(Section):
                 f"{self.env.num_envs} environments cannot be shared by {workers} workers; "
                 "set parallel.num_envs_per_worker or fewer parallel.num_workers"
             )
+        learners = self.impala.num_learners
+        is_impala = self.algorithm == "impala" and self.mode == "parallel" and is_known
+        if is_impala and isinstance(learners, int) and learners > self.env.num_envs:
+            raise ValueError(f"{learners} learners need as many environments, but there are {self.env.num_envs}")
+        if self.cluster.min_nodes is not None and self.cluster.min_nodes > self.cluster.num_workers:
+            raise ValueError(
+                f"cluster.min_nodes = {self.cluster.min_nodes} is more than the {self.cluster.num_workers} machines of "
+                "cluster.num_workers"
+            )
+        if self.cluster.sync == "local_sgd" and self.cluster.compression != "none":
+            raise ValueError("cluster.compression is for gradients: it needs cluster.sync = allreduce")
         if self.hardware.device != "cpu" and self.mode != "sequential":
             raise ValueError(f"hardware.device = {self.hardware.device} works in sequential mode only")
         return self

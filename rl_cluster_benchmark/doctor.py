@@ -122,6 +122,8 @@ def _cores() -> Iterator[Finding]:
         f"{machine.usable_cores} physical usable; {machine.logical_cores} logical, {machine.allowed_cores} allowed by "
         f"affinity, {quota}",
     )
+    if platform.machine() not in ("x86_64", "AMD64"):
+        yield Finding("architecture", WARNING, platform.machine(), "use x86 for A3C and IMPALA in parallel mode")
     plan = hardware.plan(Config())
     vector = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in machine.flags]
     status = OK if vector else WARNING

@@ -67,10 +67,11 @@ def evaluate_checkpoint(
     render: bool,
 ) -> int:
     """`rlcb evaluate`: print the results of a checkpoint; returns the exit status."""
+    algorithm = algorithm.lower() if algorithm is not None else None
     screen = open_screen(video, render)
     if json_file is not None and not Path(json_file).parent.is_dir():
         raise UserError(f"--json {json_file}: the folder {Path(json_file).parent} does not exist.")
-    path = Path(checkpoint_file) if checkpoint_file else _newest_checkpoint()
+    path = Path(checkpoint_file) if checkpoint_file else _newest_checkpoint(algorithm)
     state = checkpoint.load(path)
     config = _config_of(state, overrides, algorithm, num_threads)
     name = ALGORITHM_NAMES[config.algorithm]
@@ -250,7 +251,7 @@ def _config_of(
     state: dict[str, Any], overrides: Mapping[str, object], algorithm: str | None, num_threads: int | None
 ) -> Config:
     data = dict(state["config"])
-    if algorithm is not None and algorithm.lower() != data["algorithm"]:
+    if algorithm is not None and algorithm != data["algorithm"]:
         raise UserError(f"The checkpoint was trained with {data['algorithm']}, not {algorithm}; leave --algorithm out.")
     changes: dict[str, object] = {"hardware.num_threads": num_threads, **overrides}
     if data["hardware"]["device"] != "cpu" and not torch.cuda.is_available():
@@ -267,9 +268,12 @@ def _check_fits(state: dict[str, Any], env: VectorEnv, config: Config) -> None:
         )
 
 
-def _newest_checkpoint() -> Path:
+def _newest_checkpoint(algorithm: str | None) -> Path:
+    """Of the algorithm, if one is given: files are named after it."""
     places = ("checkpoints", "runs", "benchmarks")
-    found = [file for place in places for file in Path(place).rglob("*.pt") if file.is_file()]
+    pattern = f"{algorithm}_*.pt" if algorithm in ALGORITHM_NAMES else "*.pt"
+    found = [file for place in places for file in Path(place).rglob(pattern) if file.is_file()]
     if not found:
-        raise UserError("No checkpoint under ./checkpoints, ./runs or ./benchmarks; give one with --checkpoint.")
+        of = f"{ALGORITHM_NAMES[algorithm]} " if algorithm in ALGORITHM_NAMES else ""
+        raise UserError(f"No {of}checkpoint under ./checkpoints, ./runs or ./benchmarks; give one with --checkpoint.")
     return max(found, key=lambda file: file.stat().st_mtime)

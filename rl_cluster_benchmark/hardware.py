@@ -7,6 +7,7 @@ counts before those libraries start.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import os
 import platform
@@ -76,6 +77,7 @@ class Plan:
     precision_reason: str
     engine: str  # that computes the network: native or torch
     micro_batch: int
+    num_learners: int = 0  # of IMPALA's parallel mode; num_workers are its actors
 
     def lines(self, config: Config) -> list[str]:
         """What was chosen and why, for the head of a run."""
@@ -85,24 +87,33 @@ class Plan:
             cores += f", cgroup quota {machine.cpu_quota:g}"
         lines = [f"CPU: {machine.cpu_model} ({cores})"]
         if config.mode != "sequential":
-            reason = "set" if self.num_workers != machine.usable_cores else "one per physical core"
-            pinned = "pinned to cores" if self.cores[0] is not None else "not pinned"
-            lines.append(
-                f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
-                f"Gradients: {config.parallel.reduce.replace('_', ' ')}"
-            )
+            lines.append(self._workers_line(config))
         lines.append(
             f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "
             f"Network: {self.engine} | Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
         )
-        busy = self.num_workers * self.num_threads
+        busy = (self.num_workers + self.num_learners) * self.num_threads
         if busy > machine.allowed_cores:
-            flag = "--num-workers" if self.num_workers > 1 else "--num-threads"
+            flag = "--num-workers" if config.mode != "sequential" else "--num-threads"
             lines.append(
                 f"Warning: {busy} busy threads on {machine.allowed_cores} cores get in each other's way; "
-                f"{flag} {machine.usable_cores} would be faster."
+                f"{flag} {max(1, machine.usable_cores - self.num_learners)} would be faster."
             )
         return lines
+
+    def _workers_line(self, config: Config) -> str:
+        pinned = "pinned to cores" if self.cores[0] is not None else "not pinned"
+        if self.num_learners:
+            return (
+                f"Actors: {self.num_workers}, learners: {self.num_learners} ({pinned}) | Environments: "
+                f"{config.env.num_envs} in all | Batch: {config.unrolls_per_step} unrolls of {config.training.n_steps}"
+            )
+        reason = "set" if self.num_workers != self.machine.usable_cores else "one per physical core"
+        gradients = {"a3c": "each worker's own, without locks"}
+        return (
+            f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
+            f"Gradients: {gradients.get(config.algorithm, config.parallel.reduce.replace('_', ' '))}"
+        )
 
 
 def resolve(config: Config) -> tuple[Config, Plan]:
@@ -112,25 +123,44 @@ def resolve(config: Config) -> tuple[Config, Plan]:
     return config, plan(config)
 
 
+def compiled(config: Config, plan: Plan) -> Plan:
+    """Compile the C code before any time counts, and once for all workers; the plan as it turns out to be possible."""
+    from rl_cluster_benchmark.kernels import network, pooling
+
+    pooling.available()
+    architecture = "impala" if config.model.architecture == "auto" else config.model.architecture
+    if plan.engine == "native" and not network.available(architecture):
+        if config.hardware.engine == "native":
+            raise UserError("hardware.engine = native needs AMX or AVX512-BF16 and a C compiler; see rlcb doctor.")
+        return dataclasses.replace(plan, engine="torch")
+    return plan
+
+
 def plan(config: Config) -> Plan:
     machine = detect()
-    num_workers = (config.parallel.num_workers or machine.usable_cores) if config.mode == "parallel" else 1
+    num_workers = (config.parallel.num_workers or machine.usable_cores) if config.mode != "sequential" else 1
     threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
     precision, reason = _precision(config, machine)
-    share = (
-        -(-config.batch_size // num_workers) if config.algorithm == "ppo" else -(-config.rollout_size // num_workers)
-    )
+    num_learners = 0
+    everywhere = num_workers * (config.cluster.num_workers if config.mode == "distributed" else 1)
+    if config.algorithm == "impala":
+        if config.mode == "parallel":
+            num_learners = 1 if config.impala.num_learners == "auto" else config.impala.num_learners
+        share = -(-config.unrolls_per_step // max(1, num_learners)) * config.training.n_steps
+    else:
+        share = -(-(config.batch_size if config.algorithm == "ppo" else config.rollout_size) // everywhere)
     is_small = config.env.game is None or config.hardware.device != "cpu"
     per_pass = config.hardware.micro_batch or (share if is_small else SAMPLES_PER_THREAD * threads)
     return Plan(
         machine,
         num_workers,
         threads,
-        _cores(config.parallel.pin, num_workers, threads, machine),
+        _cores(config.parallel.pin, num_workers + num_learners, threads, machine),
         precision,
         reason,
         _engine(config, threads, precision),
         min(per_pass, share),
+        num_learners,
     )
 
 
@@ -156,8 +186,10 @@ def _engine(config: Config, threads: int, precision: str) -> str:
         "hardware.memory_format channels_last": config.hardware.memory_format == "channels_last",
         "the IMPALA-CNN or the Nature-CNN": config.env.game is not None and config.model.architecture != "mlp",
         "1 to 3 stages with channels in multiples of 16": config.model.architecture == "nature"
-        or len(config.model.channels) <= 3
-        and all(channels % 16 == 0 and channels <= 256 for channels in config.model.channels),
+        or (
+            len(config.model.channels) <= 3
+            and all(channels % 16 == 0 and channels <= 256 for channels in config.model.channels)
+        ),
         "model.hidden_size in multiples of 32": config.model.hidden_size % 32 == 0,
     }
     if config.hardware.engine == "native" and not all(suits.values()):
@@ -208,6 +240,13 @@ def dtype(precision: str) -> torch.dtype:
     import torch
 
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def acting(config: Config, plan: Plan) -> tuple[torch.dtype, str]:
+    """(precision, engine) of IMPALA's actors in parallel mode."""
+    asked = config.impala.inference_precision
+    precision = plan.precision if asked == "same" or config.env.game is None else asked
+    return dtype(precision), plan.engine if precision == "bfloat16" else "torch"
 
 
 def _keep_freed_memory() -> None:

@@ -18,7 +18,6 @@ from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.kernels.network import NativeTrunk, make_trunk
 from rl_cluster_benchmark.kernels.pooling import max_pool
 
-
 NATURE_CONVS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # output channels, kernel, stride
 
 

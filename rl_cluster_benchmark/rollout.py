@@ -37,7 +37,8 @@ class Rollout:
     terminated: Tensor  # [T, N] bool
     truncated: Tensor  # [T, N] bool
     valid: Tensor  # [T, N] bool
-    last_values: Tensor  # [N] of the observations after the last slot
+    last_observations: Tensor  # [N, *observation_shape] after the last slot
+    last_values: Tensor  # [N] of those
     episodes: list[Episode] = field(default_factory=list)  # that ended in this rollout
 
     @classmethod
@@ -53,6 +54,7 @@ class Rollout:
             terminated=torch.zeros(shape, dtype=torch.bool),
             truncated=torch.zeros(shape, dtype=torch.bool),
             valid=torch.zeros(shape, dtype=torch.bool),
+            last_observations=torch.zeros(env.num_envs, *env.observation_shape, dtype=observation_dtype),
             last_values=torch.zeros(env.num_envs),
         )
 
@@ -87,6 +89,16 @@ class Collector:
     @torch.inference_mode()
     def collect(self, index: int, should_stop: Callable[[], bool]) -> Rollout | None:
         """Rollout number `index` of the run; None when asked to stop in the middle (what was collected is dropped)."""
+        rollout = self.collect_unroll(index, should_stop)
+        if rollout is not None:
+            with self.clock.phase("inference"):
+                _, last_values = self.model(rollout.last_observations.to(self.device))
+                rollout.last_values.copy_(last_values)
+        return rollout
+
+    @torch.inference_mode()
+    def collect_unroll(self, index: int, should_stop: Callable[[], bool]) -> Rollout | None:
+        """The same without the values of the last observations, for a learner that finds them itself."""
         rollout = self.rollout
         rollout.episodes = []
         noise = self._noise(index)
@@ -94,8 +106,9 @@ class Collector:
             if should_stop():
                 return None
             with self.clock.phase("inference"):
-                rollout.observations[t] = torch.from_numpy(self.observations)
-                logits, values = self.model(rollout.observations[t].to(self.device))
+                observations = torch.from_numpy(self.observations)
+                rollout.observations[t] = observations
+                logits, values = self.model(observations.to(self.device))
                 actions = sample(logits, noise[t].to(self.device))
                 log_probs = logits.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
                 rollout.actions[t], rollout.log_probs[t], rollout.values[t] = actions, log_probs, values
@@ -107,9 +120,7 @@ class Collector:
             rollout.valid[t] = torch.from_numpy(~self.just_ended)
             self.observations = step.observations
             self._count(step.rewards, step.terminated | step.truncated)
-        with self.clock.phase("inference"):
-            _, last_values = self.model(torch.from_numpy(self.observations).to(self.device))
-            rollout.last_values.copy_(last_values)
+        rollout.last_observations.copy_(torch.from_numpy(self.observations))
         return rollout
 
     def _noise(self, index: int) -> Tensor:

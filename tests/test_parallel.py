@@ -145,6 +145,8 @@ def test_output_and_summary(tmp_path):
     assert (summary["mode"], summary["num_workers"], summary["num_envs"]) == ("parallel", 2, 16)
     assert sum(summary["phase_shares"].values()) == pytest.approx(1.0)
     assert summary["phase_shares"]["waiting"] > 0
+    assert "Memory per Worker: " in done.stdout
+    assert 30 < summary["memory_per_worker_mb"] < 1000 * summary["peak_memory_gb"] / 2, "two workers and the parent"
     lines = metrics(tmp_path / "run")
     assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
 

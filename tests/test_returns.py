@@ -1,11 +1,12 @@
-"""GAE against its definition, written as a double sum."""
+"""GAE and V-trace against their definitions, written as double sums."""
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from rl_cluster_benchmark.algorithms.returns import gae
+from rl_cluster_benchmark.algorithms.returns import gae, vtrace
 
 
 def gae_by_definition(rewards, values, last_values, terminated, truncated, gamma, gae_lambda):
@@ -59,3 +60,81 @@ def test_lambda_one_gives_the_discounted_return():
         gae_lambda=1.0,
     )
     torch.testing.assert_close(returns.squeeze(), torch.tensor([1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4]))
+
+
+def vtrace_by_definition(unroll, gamma, clip_rho, clip_c, clip_pg_rho):
+    """Equation 1 of Espeholt et al. (2018) as it stands: a sum over the steps that follow, each with its product.
+
+    v_s = V(x_s) + sum_t gamma^(t-s) (prod_{i=s}^{t-1} c_i) rho_t (r_t + gamma V(x_{t+1}) - V(x_t)), and the policy
+    gradient's rho_s (r_s + gamma v_{s+1} - V(x_s)).
+    """
+    rhos, values = np.exp(unroll["log_rhos"].numpy()), unroll["values"].numpy()
+    rewards, following = unroll["rewards"].numpy(), np.concatenate([values, unroll["last_values"][None].numpy()])
+    terminated, truncated = unroll["terminated"].numpy(), unroll["truncated"].numpy()
+    steps, envs = rewards.shape
+    targets, advantages = following.copy(), np.zeros_like(rewards)
+    for n in range(envs):
+        for s in range(steps):
+            for t in range(s, steps):
+                product = np.prod([min(clip_c, rhos[i, n]) for i in range(s, t)])
+                bootstrap = 0.0 if terminated[t, n] else following[t + 1, n]
+                delta = min(clip_rho, rhos[t, n]) * (rewards[t, n] + gamma * bootstrap - values[t, n])
+                targets[s, n] += gamma ** (t - s) * product * delta
+                if terminated[t, n] or truncated[t, n]:
+                    break
+        for s in range(steps):
+            after = following[s + 1, n] if truncated[s, n] else targets[s + 1, n]
+            after = 0.0 if terminated[s, n] else after
+            advantages[s, n] = min(clip_pg_rho, rhos[s, n]) * (rewards[s, n] + gamma * after - values[s, n])
+    return targets[:-1], advantages
+
+
+def random_unroll(seed, steps=12, envs=4):
+    generator = torch.Generator().manual_seed(seed)
+    log_rhos, rewards, values = torch.randn(3, steps, envs, generator=generator).double()
+    ends = torch.rand(2, steps, envs, generator=generator) < 0.15
+    return {
+        "log_rhos": log_rhos,
+        "rewards": rewards,
+        "values": values,
+        "last_values": torch.randn(envs, generator=generator).double(),
+        "terminated": ends[0],
+        "truncated": ends[1] & ~ends[0],
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("clips", [(1.0, 1.0, 1.0), (2.0, 0.5, 1.3), (0.7, 1.5, 4.0), (1e9, 1e9, 1e9)])
+def test_vtrace_is_its_definition(seed, clips):
+    unroll = random_unroll(seed)
+    clip_rho, clip_c, clip_pg_rho = clips
+    targets, advantages = vtrace(**unroll, gamma=0.97, clip_rho=clip_rho, clip_c=clip_c, clip_pg_rho=clip_pg_rho)
+    expected_targets, expected_advantages = vtrace_by_definition(unroll, 0.97, *clips)
+    np.testing.assert_allclose(targets, expected_targets, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(advantages, expected_advantages, rtol=1e-9, atol=1e-9)
+
+
+def test_on_policy_vtrace_is_the_n_step_return():
+    unroll = random_unroll(1) | {"log_rhos": torch.zeros(12, 4).double()}
+    targets, advantages = vtrace(**unroll, gamma=0.9, clip_rho=1.0, clip_c=1.0, clip_pg_rho=1.0)
+    del unroll["log_rhos"]
+    n_step_advantages, n_step_returns = gae(**unroll, gamma=0.9, gae_lambda=1.0)
+    torch.testing.assert_close(targets, n_step_returns)
+    torch.testing.assert_close(advantages, n_step_advantages)
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_vtrace_in_pieces_from_the_end_is_vtrace_of_the_whole(cut):
+    unroll = random_unroll(cut, envs=9)
+    clips = {"gamma": 0.97, "clip_rho": 1.1, "clip_c": 0.9, "clip_pg_rho": 1.3}
+    whole = vtrace(**unroll, **clips)
+    per_step = ("log_rhos", "rewards", "values", "terminated", "truncated")
+    late = vtrace(**{name: unroll[name][cut:] for name in per_step}, last_values=unroll["last_values"], **clips)
+    early = vtrace(
+        **{name: unroll[name][:cut] for name in per_step},
+        last_values=unroll["values"][cut],
+        last_targets=late[0][0],
+        **clips,
+    )
+    for pieces, expected in zip(zip(early, late, strict=True), whole, strict=True):
+        torch.testing.assert_close(torch.cat(pieces), expected)

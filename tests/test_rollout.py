@@ -86,7 +86,7 @@ def test_rewards_are_divided_by_the_std_of_the_discounted_return():
     # By hand, resets left out.
     first = [1, 2.5, 4.25, 5, 7.5, 1]
     second = [0, 4, 2, 5, 2.5, 0, 4]
-    assert normalize.variance == pytest.approx(np.var(first + second), rel=1e-3)
+    assert normalize.scale.variance == pytest.approx(np.var(first + second), rel=1e-3)
     torch.testing.assert_close(scaled, rollout.rewards / np.std(first + second), rtol=1e-3, atol=0)
     assert float(rollout.rewards.max()) == 5.0, "what is logged stays raw"
 
@@ -98,14 +98,14 @@ def test_reward_statistics_add_up_over_rollouts():
         normalize(collecting.collect(index, never))
     whole = RewardNormalizer(2, 0.5, Alone())
     whole(collector(8).collect(0, never))
-    assert normalize.variance == pytest.approx(whole.variance)
-    assert normalize.mean == pytest.approx(whole.mean)
+    assert normalize.scale.variance == pytest.approx(whole.scale.variance)
+    assert normalize.scale.mean == pytest.approx(whole.scale.mean)
 
 
 def test_scaled_rewards_are_clipped():
     rollout = collector(8, [[([0.0] * 7 + [1e6], "terminated")]]).collect(0, never)
     normalize = RewardNormalizer(1, 0.5, Alone())
-    normalize.variance, normalize.count = 1.0, 1e12
+    normalize.scale.variance, normalize.scale.count = 1.0, 1e12
     assert float(normalize(rollout).max()) == 10.0
 
 

@@ -5,7 +5,8 @@ Flat, they are clipped, stepped and (between workers) summed in one operation ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.optimizers import Optimizer
 from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.models import ActorCritic
 
 
@@ -34,10 +36,8 @@ class Learner:
         # The loss statistics lie behind the gradient, so that one reduction carries both.
         self._summed = reduce.vector(size + num_stats).to(device).zero_()
         self.grad, self.stats = self._summed[:size], self._summed[size:]
-        for name, view in self._views(self.flat).items():
-            view.copy_(parameters[name].data)
-            parameters[name].data = view
-        for name, view in self._views(self.grad).items():
+        move_parameters(model, self.flat)
+        for name, view in views(model, self.grad).items():
             parameters[name].grad = view
         self.optimizer = optimizer(self.flat, self.grad)
 
@@ -58,12 +58,16 @@ class Learner:
             self.model.weights_changed()
         return norm
 
+    def vectors(self) -> list[Tensor]:
+        """Everything a step changes: the parameters and the optimiser's moments."""
+        return [self.flat, *self.optimizer.moments.values()]
+
     def state_dict(self) -> dict[str, Any]:
         """By parameter name and in the usual layout: the memory format may differ when it is loaded."""
         return {
             "steps": float(self.optimizer.steps),
             "moments": {
-                key: {name: view.cpu().contiguous().clone() for name, view in self._views(flat).items()}
+                key: {name: view.cpu().contiguous().clone() for name, view in views(self.model, flat).items()}
                 for key, flat in self.optimizer.moments.items()
             },
         }
@@ -71,18 +75,36 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.steps.fill_(state["steps"])
         for key, tensors in state["moments"].items():
-            for name, view in self._views(self.optimizer.moments[key]).items():
+            for name, view in views(self.model, self.optimizer.moments[key]).items():
                 view.copy_(tensors[name])
 
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Each parameter's part of a flat vector, in the parameter's shape and memory order."""
-        views, start = {}, 0
-        for name, parameter in self.model.named_parameters():
-            part = flat[start : start + parameter.numel()]
-            start += parameter.numel()
-            if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
-                out_channels, in_channels, height, width = parameter.shape
-                views[name] = part.view(out_channels, height, width, in_channels).permute(0, 3, 1, 2)
-            else:
-                views[name] = part.view(parameter.shape)
-        return views
+
+def move_parameters(model: ActorCritic, flat: Tensor) -> None:
+    """Copy the model's parameters into the flat vector, and make them views of it."""
+    with torch.no_grad():
+        for (name, parameter), view in zip(model.named_parameters(), views(model, flat).values(), strict=True):
+            assert parameter.shape == view.shape, name
+            view.copy_(parameter.data)
+            parameter.data = view
+
+
+def views(model: ActorCritic, flat: Tensor) -> dict[str, Tensor]:
+    """Each parameter's part of a flat vector, in the parameter's shape and memory order."""
+    found, start = {}, 0
+    for name, parameter in model.named_parameters():
+        part = flat[start : start + parameter.numel()]
+        start += parameter.numel()
+        if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
+            out_channels, in_channels, height, width = parameter.shape
+            found[name] = part.view(out_channels, height, width, in_channels).permute(0, 3, 1, 2)
+        else:
+            found[name] = part.view(parameter.shape)
+    return found
+
+
+def check_finite(losses: Sequence[float], grad_norm: float) -> None:
+    if not all(math.isfinite(value) for value in (*losses, grad_norm)):
+        raise TrainingFailedError(
+            "The loss or its gradient became NaN or infinite; the last good checkpoint is kept. "
+            "A smaller training.learning_rate, or hardware.precision=float32, may help."
+        )

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.optimizers import Adam, RMSprop
+from rl_cluster_benchmark.algorithms.learner import Learner, check_finite
+from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.config import Config, TrainingConfig
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 
@@ -80,12 +80,9 @@ class OnPolicyLearner:
         self.micro_batch, self.reduce = micro_batch, reduce
         self.device = torch.device(config.hardware.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
-        optimizers = {"adam": Adam, "rmsprop": RMSprop}
         self.learner = Learner(
             model,
-            optimizer=lambda parameters, gradient: optimizers[self.hyper.optimizer](
-                parameters, gradient, eps=self.hyper.adam_eps
-            ),
+            optimizer=partial(OPTIMIZERS[self.hyper.optimizer], eps=self.hyper.adam_eps),
             max_grad_norm=self.hyper.max_grad_norm,
             num_stats=len(STATS) + 1,  # the last one counts workers that were interrupted
             reduce=reduce,
@@ -135,11 +132,7 @@ class OnPolicyLearner:
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
         grad_norm = learner.step(learning_rate)
-        if not np.isfinite([*means, grad_norm]).all():
-            raise TrainingFailedError(
-                "The loss or its gradient became NaN or infinite; the last good checkpoint is kept. "
-                "A smaller training.learning_rate, or hardware.precision=float32, may help."
-            )
+        check_finite(means, grad_norm)
         return dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, stops > 0
 
     def _accumulate(self, batch: Batch, rows: Tensor, moments: Moments, losses: LossFunction) -> None:
@@ -160,7 +153,7 @@ class OnPolicyLearner:
             self.learner.stats[:-1] += torch.stack(result) @ weight
 
     def learning_rate(self, progress: float) -> float:
-        return self.hyper.learning_rate * (1 - progress if self.hyper.anneal_lr else 1.0)
+        return learning_rate(self.hyper, progress)
 
     def explained_variance(self, batch: Batch) -> float:
         """1 - Var(returns - values) / Var(returns) over all workers; 0 when the returns do not vary."""
@@ -168,11 +161,7 @@ class OnPolicyLearner:
         errors = returns - batch.values
         sums = [weight.sum(), *(weight @ x for x in (returns, returns.square(), errors, errors.square()))]
         count, total, squares, error, error_squares = self.reduce(torch.stack(sums).cpu()).tolist()
-        if count == 0:
-            return 0.0
-        variance = squares / count - (total / count) ** 2
-        error_variance = error_squares / count - (error / count) ** 2
-        return 1 - error_variance / variance if variance > 0 else 0.0
+        return explained_variance(count, total, squares, error, error_squares)
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.learner.state_dict(), "reward_normalizer": self.normalize_rewards.state_dict()}
@@ -184,3 +173,17 @@ class OnPolicyLearner:
 
 def mean_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+
+
+def learning_rate(hyper: TrainingConfig, progress: float) -> float:
+    """In use when `progress` (0 to 1) of the run is done."""
+    return hyper.learning_rate * (1 - progress if hyper.anneal_lr else 1.0)
+
+
+def explained_variance(count: float, total: float, squares: float, error: float, error_squares: float) -> float:
+    """From sums over value targets and over the errors of the values that predict them."""
+    if count == 0:
+        return 0.0
+    variance = squares / count - (total / count) ** 2
+    error_variance = error_squares / count - (error / count) ** 2
+    return 1 - error_variance / variance if variance > 0 else 0.0

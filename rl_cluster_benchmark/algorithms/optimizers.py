@@ -13,6 +13,7 @@ from torch import Tensor
 
 
 class Optimizer(Protocol):
+    parameters: Tensor
     moments: dict[str, Tensor]
     steps: Tensor
 
@@ -20,11 +21,13 @@ class Optimizer(Protocol):
 
 
 class Adam:
+    MOMENTS = ("exp_avg", "exp_avg_sq")
+
     def __init__(
         self, parameters: Tensor, gradient: Tensor, *, eps: float, betas: tuple[float, float] = (0.9, 0.999)
     ) -> None:
         self.parameters, self.gradient, self.eps, self.betas = parameters, gradient, eps, betas
-        self.moments = {"exp_avg": torch.zeros_like(parameters), "exp_avg_sq": torch.zeros_like(parameters)}
+        self.moments = {name: torch.zeros_like(parameters) for name in self.MOMENTS}
         self.steps = torch.zeros((), device=parameters.device)
 
     def step(self, learning_rate: float) -> None:
@@ -47,9 +50,11 @@ class Adam:
 
 
 class RMSprop:
+    MOMENTS = ("square_avg",)
+
     def __init__(self, parameters: Tensor, gradient: Tensor, *, eps: float, alpha: float = 0.99) -> None:
         self.parameters, self.gradient, self.eps, self.alpha = parameters, gradient, eps, alpha
-        self.moments = {"square_avg": torch.zeros_like(parameters)}
+        self.moments = {name: torch.zeros_like(parameters) for name in self.MOMENTS}
         self.steps = torch.zeros((), device=parameters.device)
 
     def step(self, learning_rate: float) -> None:
@@ -57,3 +62,6 @@ class RMSprop:
         square_avg = self.moments["square_avg"]
         square_avg.mul_(self.alpha).addcmul_(self.gradient, self.gradient, value=1 - self.alpha)
         self.parameters.addcdiv_(self.gradient, square_avg.sqrt().add_(self.eps), value=-learning_rate)
+
+
+OPTIMIZERS: dict[str, type[Adam] | type[RMSprop]] = {"adam": Adam, "rmsprop": RMSprop}

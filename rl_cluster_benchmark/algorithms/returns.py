@@ -32,3 +32,42 @@ def gae(
         running = deltas[t] + decay[t] * running
         advantages[t] = running
     return advantages, advantages + values
+
+
+def vtrace(
+    *,
+    log_rhos: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    clip_rho: float,
+    clip_c: float,
+    clip_pg_rho: float,
+    last_targets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """V-trace (Espeholt et al., 2018): (value targets, advantages of the policy gradient), both [T, N].
+
+    `log_rhos` is log pi(a) - log mu(a), of the policy that learns over the one that acted. Episodes end as in `gae`.
+    `last_targets` are the targets of the step after the last: a long unroll may be worked through from its end in
+    pieces, each given the first value and target of the one after it. Without them the last value is its own target.
+    """
+    assert log_rhos.shape == rewards.shape == values.shape == terminated.shape == truncated.shape
+    assert last_values.shape == rewards.shape[1:]
+    rhos = log_rhos.exp()
+    ended = terminated | truncated
+    next_values = torch.cat([values[1:], last_values.unsqueeze(0)])  # [T, N]
+    deltas = rhos.clamp(max=clip_rho) * (rewards + gamma * next_values * ~terminated - values)
+    decay = gamma * rhos.clamp(max=clip_c) * ~ended
+    errors = torch.empty_like(values)  # of the values: targets - values
+    running = torch.zeros_like(last_values) if last_targets is None else last_targets - last_values
+    last_errors = running.unsqueeze(0)
+    for t in range(len(rewards) - 1, -1, -1):
+        running = deltas[t] + decay[t] * running
+        errors[t] = running
+    # What follows a step: the next target; after a truncated episode the value of its last frame, which is no step.
+    next_targets = next_values + torch.cat([errors[1:], last_errors]) * ~ended
+    advantages = rhos.clamp(max=clip_pg_rho) * (rewards + gamma * next_targets * ~terminated - values)
+    return values + errors, advantages

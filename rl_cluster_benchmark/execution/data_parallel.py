@@ -12,15 +12,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution.loop import Worker, learn
-from rl_cluster_benchmark.execution.reduce import GlooReducer, SharedMemoryReducer
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run import checkpoint
@@ -36,7 +36,7 @@ def train(run: Run) -> None:
     """In the parent: start the workers, write down what they report, tell them when to stop."""
     config, plan = run.config, run.plan
     num_workers = plan.num_workers
-    shards = [list(map(int, shard)) for shard in np.array_split(np.arange(config.env.num_envs), num_workers)]
+    shards = deal(config.env.num_envs, num_workers)
     longest = max(map(len, shards)) * config.training.n_steps
     shared = SharedTensors(
         {
@@ -45,34 +45,42 @@ def train(run: Run) -> None:
         }
     )
     use_gloo = config.parallel.reduce == "gloo"
-    store = _gloo_store() if use_gloo else None
+    store = gloo_store() if use_gloo else None
     minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
-    sizes = (num_workers, _vector_size(config), 3 * minibatches + SMALL_SPARE)
+    sizes = (num_workers, vector_size(config), 3 * minibatches + SMALL_SPARE)
     means = SharedMemoryReducer.allocate(*sizes) if store is None else store.port
     args = (config, plan, shards, shared, means, run.resumed_path, run.progress_state())
 
-    def look() -> None:
-        if run.interrupted():
-            shared["order"][0] = INTERRUPTED
-        elif run.should_stop():
-            shared["order"][0] = TIME_IS_UP
-
     with WorkerPool(_work, num_workers, args, plan.cores) as pool:
         started = 0
-        for rank, (kind, content) in pool.messages(look):
+        for rank, (kind, content) in pool.messages(lambda: give_orders(run, shared["order"])):
             if kind == "started":
                 print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
                 started += 1
                 if started == num_workers:
                     run.start()
-            elif kind == "record":
-                run.clock.seconds = content.pop("phase_seconds")
-                run.worker_cpu_seconds = content.pop("cpu_seconds")
-                run.record(**content)
-            elif kind == "save":
-                run.save(checkpoint.unpack(content))
-            elif kind == "final state":
-                run.finish(checkpoint.unpack(content))
+            else:
+                write_down(run, kind, content)
+
+
+def write_down(run: Run, kind: str, content: Any) -> None:
+    """What a worker reports."""
+    if kind == "record":
+        run.clock.seconds = content.pop("phase_seconds")
+        run.worker_cpu_seconds = content.pop("cpu_seconds")
+        run.record(**content)
+    elif kind == "save":
+        run.save(checkpoint.unpack(content))
+    elif kind == "final state":
+        run.finish(checkpoint.unpack(content))
+
+
+def give_orders(run: Run, order: torch.Tensor) -> None:
+    """Tell the workers, through memory they all see, that the run is to end."""
+    if run.interrupted():
+        order[0] = INTERRUPTED
+    elif run.should_stop():
+        order[0] = TIME_IS_UP
 
 
 def _work(
@@ -82,11 +90,7 @@ def _work(
     """In a worker."""
     hardware.prepare_process(plan.num_threads)
     course = WorkerCourse(rank, connection, config, shared, progress)
-    reduce: Reducer
-    if isinstance(means, int):
-        reduce = GlooReducer(rank, len(shards), means, course.clock)
-    else:
-        reduce = SharedMemoryReducer(means, rank, course.clock)
+    reduce = join(means, rank, len(shards), course.clock)
     course.reduce = reduce
     state = checkpoint.load(resumed_path) if resumed_path else None
     worker = Worker.build(config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state)
@@ -102,6 +106,7 @@ class WorkerCourse:
         self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any]
     ) -> None:
         self.rank, self.connection, self.config, self.shared = rank, connection, config, shared
+        self.num_workers, self.reports = len(shared["episodes"]), rank == 0
         self.clock = PhaseClock()
         self.steps, self.updates = progress["steps"], progress["updates"]
         self._elapsed, self._seconds_before = progress["elapsed"], progress["phase_seconds"]
@@ -138,33 +143,38 @@ class WorkerCourse:
         elapsed, cpu = time.perf_counter() - self._started, time.process_time() - self._cpu_started
         mine = [float(steps), elapsed, cpu, *(self.clock.seconds[name] for name in PHASES)]
         total_steps, elapsed, cpu, *seconds = self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
-        workers, before = len(self.shared["episodes"]), self._seconds_before
+        workers, before = self.num_workers, self._seconds_before
         self.steps += int(total_steps)
         self.updates += 1
         self._elapsed = self._elapsed_before + elapsed / workers
-        if self.rank == 0:
+        everyones = self.finished_episodes() if self.rank == 0 else None
+        if self.reports and everyones is not None:
             self._send(
                 "record",
                 {
                     "steps": int(total_steps),
-                    "episodes": [tuple(row) for part in self.shared["episodes"] for row in _rows(part)],
+                    "episodes": [tuple(row) for row in everyones.tolist()],
                     "losses": losses,
                     "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
                     "cpu_seconds": cpu,
                 },
             )
 
+    def finished_episodes(self) -> torch.Tensor | None:
+        """(reward, length) of each that ended in this rollout, [n, 2]."""
+        return torch.cat([table[1 : int(table[0, 0]) + 1] for table in self.shared["episodes"]])
+
     def checkpoint_due(self) -> bool:
         minutes = (time.perf_counter() - self._saved_at) / 60
         every = self.updates % self.config.training.save_interval == 0
-        return self.rank == 0 and (every or minutes > self.config.logging.checkpoint_minutes)
+        return self.reports and (every or minutes > self.config.logging.checkpoint_minutes)
 
     def save(self, state: dict[str, Any]) -> None:
         self._send("save", checkpoint.pack(state))
         self._saved_at = time.perf_counter()
 
     def finish(self, state: dict[str, Any]) -> None:
-        if self.rank == 0:
+        if self.reports:
             self._send("final state", checkpoint.pack(state))
 
     def _send(self, kind: str, content: Any) -> None:
@@ -175,21 +185,12 @@ class WorkerCourse:
         self.clock.seconds = dict.fromkeys(PHASES, 0.0)
 
 
-def _rows(table: torch.Tensor) -> list[list[float]]:
-    return table[1 : int(table[0, 0]) + 1].tolist()
-
-
-def _gloo_store() -> Any:
+def gloo_store() -> Any:
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _vector_size(config: Config) -> int:
-    """Enough for the model's gradient: built once here, without environments, to count it."""
-    from rl_cluster_benchmark.envs import make_env
-    from rl_cluster_benchmark.models import make_model
-
-    env = make_env(config.env, [0], num_threads=1)
-    model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
-    return sum(p.numel() for p in model.parameters()) + VECTOR_SPARE
+def vector_size(config: Config) -> int:
+    """Floats for the model's gradient and the loss statistics."""
+    return Task.of(config).num_parameters + VECTOR_SPARE

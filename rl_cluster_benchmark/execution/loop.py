@@ -10,6 +10,7 @@ import torch
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.algorithms.a2c import A2C
+from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.algorithms.reduction import Reducer, anyone
 from rl_cluster_benchmark.config import Config
@@ -22,7 +23,8 @@ from rl_cluster_benchmark.rollout import Collector
 from rl_cluster_benchmark.seeding import integer_seed
 from rl_cluster_benchmark.timing import PhaseClock
 
-ALGORITHMS: dict[str, type[PPO] | type[A2C]] = {"ppo": PPO, "a2c": A2C}
+# A3C is A2C, executed by workers that do not wait for each other; in one process it is A2C.
+ALGORITHMS: dict[str, type[PPO] | type[A2C] | type[Impala]] = {"ppo": PPO, "a2c": A2C, "a3c": A2C, "impala": Impala}
 
 
 class Course(Protocol):
@@ -56,7 +58,7 @@ class Worker:
     """Some of the run's environments, a copy of the model, and the algorithm that updates it."""
 
     model: ActorCritic
-    algorithm: PPO | A2C
+    algorithm: PPO | A2C | Impala
     collector: Collector
 
     @classmethod
@@ -64,19 +66,10 @@ class Worker:
         cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, course: Course,
         checkpoint: dict[str, Any] | None,
     ) -> Worker:  # fmt: skip
-        pooling.available()  # checked before time counts
         env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=course.updates)
-        torch.manual_seed(integer_seed(config.env.seed, "model"))
-        precision = hardware.dtype(plan.precision)
-        model = make_model(
-            config.model, env.observation_shape, env.num_actions, config.hardware, precision, plan.engine
+        model, algorithm = build_algorithm(
+            config, plan, env.observation_shape, env.num_actions, env_ids=env_ids, reduce=reduce, checkpoint=checkpoint
         )
-        algorithm = ALGORITHMS[config.algorithm](
-            config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce
-        )
-        if checkpoint is not None:
-            load_weights(model, checkpoint)
-            algorithm.load_state_dict(checkpoint["algorithm"])
         collector = Collector(
             env,
             model,
@@ -90,12 +83,38 @@ class Worker:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs."""
-        return {
-            "model": {name: tensor.cpu().contiguous().clone() for name, tensor in self.model.state_dict().items()},
-            "algorithm": self.algorithm.state_dict(),
-            "observation_shape": list(self.collector.env.observation_shape),
-            "num_actions": self.collector.env.num_actions,
-        }
+        env = self.collector.env
+        return state_of(self.model, self.algorithm, env.observation_shape, env.num_actions)
+
+
+def build_algorithm(
+    config: Config, plan: Plan, observation_shape: Sequence[int], num_actions: int, *, env_ids: Sequence[int],
+    reduce: Reducer, checkpoint: dict[str, Any] | None,
+) -> tuple[ActorCritic, PPO | A2C | Impala]:  # fmt: skip
+    """The model as the run's seed or the checkpoint has it, and the algorithm that updates it."""
+    pooling.available()  # checked before time counts
+    torch.manual_seed(integer_seed(config.env.seed, "model"))
+    precision = hardware.dtype(plan.precision)
+    model = make_model(config.model, observation_shape, num_actions, config.hardware, precision, plan.engine)
+    algorithm = ALGORITHMS[config.algorithm](
+        config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce
+    )
+    if checkpoint is not None:
+        load_weights(model, checkpoint)
+        algorithm.load_state_dict(checkpoint["algorithm"])
+    return model, algorithm
+
+
+def state_of(
+    model: ActorCritic, algorithm: PPO | A2C | Impala, observation_shape: Sequence[int], num_actions: int
+) -> dict[str, Any]:
+    """What a checkpoint needs of a learner."""
+    return {
+        "model": {name: tensor.cpu().contiguous().clone() for name, tensor in model.state_dict().items()},
+        "algorithm": algorithm.state_dict(),
+        "observation_shape": list(observation_shape),
+        "num_actions": num_actions,
+    }
 
 
 def learn(worker: Worker, course: Course, reduce: Reducer) -> None:

@@ -18,8 +18,9 @@ SERVER = os.getpid()  # a forked worker finds its parent here
 
 
 def _load() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers compute on the CPU, and a CUDA context starts threads
     from rl_cluster_benchmark import hardware
 
     hardware.prepare_process(1)
@@ -29,7 +30,8 @@ def _load() -> None:
     from rl_cluster_benchmark.kernels import network, pooling
 
     pooling.available()
-    network.available()
+    for architecture in network.SOURCES:
+        network.available(architecture)
     if game := os.environ.get(GAME_VARIABLE):
         load_envpool()
         qt = _qt_core()
@@ -43,7 +45,7 @@ def _load() -> None:
 def _qt_core() -> ctypes.CDLL | None:
     """Qt as it is loaded in this process; without it, nothing that starts its threads is done here."""
     with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "Qt5Core" in line}
+        paths = {line.split()[-1] for line in maps if "Qt5Core" in line or "Qt6Core" in line}
     for path in paths:
         library = ctypes.CDLL(path)
         if hasattr(library, "_ZN11QThreadPool14globalInstanceEv") and hasattr(

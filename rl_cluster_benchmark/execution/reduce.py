@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -33,8 +35,11 @@ class SharedMemoryReducer:
             }
         )
 
-    def __init__(self, memory: SharedTensors, rank: int, clock: PhaseClock) -> None:
-        self.rank, self.clock = rank, clock
+    def __init__(
+        self, memory: SharedTensors, rank: int, clock: PhaseClock, beyond: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """`beyond`, called by the first worker, adds what other machines have to this machine's sum."""
+        self.rank, self.clock, self.beyond = rank, clock, beyond
         self._memory = memory
         self._arrivals = memory["arrivals"][:, 0].numpy()
         self.num_workers = len(self._arrivals)
@@ -44,6 +49,9 @@ class SharedMemoryReducer:
         return self._memory["vectors"][self.rank, :size]
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        return self.sum(tensor, self.beyond)
+
+    def sum(self, tensor: Tensor, beyond: Callable[[Tensor], None] | None = None) -> Tensor:
         with self.clock.phase("communication"):
             kind = "vector" if tensor.dtype == torch.float32 and tensor.dim() == 1 else "small"
             parts, total = self._memory["vectors" if kind == "vector" else "small"], self._memory[f"{kind}_sum"]
@@ -55,8 +63,22 @@ class SharedMemoryReducer:
             start, end = (size * i // self.num_workers for i in (self.rank, self.rank + 1))
             torch.sum(parts[:, start:end], dim=0, out=total[start:end])
             self._meet()
+            if beyond is not None:
+                if self.rank == 0:
+                    beyond(total[:size])
+                self._meet()
             # Nobody writes the sum again before all have come to the next meeting, that is, have read this one.
             return tensor.copy_(total[:size].view(tensor.shape))
+
+    def share(self, tensor: Tensor, change: Callable[[Tensor], None]) -> None:
+        """The first worker changes a float32 vector that all have; all get the result."""
+        with self.clock.phase("communication"):
+            result = self._memory["vector_sum"][: tensor.numel()]
+            self._meet()  # nobody reads the last sum any more
+            if self.rank == 0:
+                change(result.copy_(tensor))
+            self._meet()
+            tensor.copy_(result)
 
     def _meet(self) -> None:
         """Wait for everybody: yield the core for a moment, then nap. Equal work makes waits short."""
@@ -88,3 +110,10 @@ class GlooReducer:
         with self.clock.phase("communication"):
             self._dist.all_reduce(tensor)
         return tensor
+
+
+def join(means: SharedTensors | int, rank: int, num_workers: int, clock: PhaseClock) -> Reducer:
+    """A worker's end of either: through memory that the parent made, or through the port of a Gloo store."""
+    if isinstance(means, int):
+        return GlooReducer(rank, num_workers, means, clock)
+    return SharedMemoryReducer(means, rank, clock)

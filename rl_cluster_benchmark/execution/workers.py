@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,20 +35,35 @@ def preload_game(game: str | None) -> None:
 class WorkerPool:
     """Processes that each run `target(rank, connection, *args)`; use it as a context manager."""
 
-    def __init__(self, target: Callable[..., None], num_workers: int, args: Sequence[Any], cores: Sequence[int | None]):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
+    def __init__(
+        self,
+        target: Callable[..., None],
+        num_workers: int,
+        args: Sequence[Any],
+        cores: Sequence[int | None],
+        replace: Callable[[int, str], Sequence[Any] | None] | None = None,
+    ) -> None:
+        """`replace(rank, how)` is told of a worker that died or crashed. It returns the arguments of another in its
+        place, None to go on without, or raises what ends the run, as happens by default.
+        """
+        self._target, self._cores, self._replace = target, cores, replace or _end_the_run
         self.connections: list[Connection] = []
-        self.processes = []
+        self.processes: list[ForkServerProcess] = []
         self._finished: set[int] = set()
         for rank in range(num_workers):
-            ours, theirs = context.Pipe()
-            call = (target, rank, theirs, cores[rank], tuple(args))
-            process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self.connections.append(ours)
+            process, connection = self._start(rank, args)
             self.processes.append(process)
+            self.connections.append(connection)
+
+    def _start(self, rank: int, args: Sequence[Any]) -> tuple[ForkServerProcess, Connection]:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
+        ours, theirs = context.Pipe()
+        call = (self._target, rank, theirs, self._cores[rank], tuple(args))
+        process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
 
     def messages(self, look: Callable[[], None]) -> Iterator[tuple[int, Any]]:
         """(rank, message) as they come, until every worker has finished; calls `look` every tenth of a second.
@@ -60,8 +76,8 @@ class WorkerPool:
                 rank = self.connections.index(ready)  # type: ignore[arg-type]
                 try:
                     kind, content = self.connections[rank].recv()
-                except (EOFError, ConnectionResetError):
-                    self._raise_end_of(rank)
+                except (EOFError, OSError):  # at the end of a message, or in the middle of one
+                    kind, content = "died", self._how_it_ended(rank)
                 if kind == "finished":
                     self._finished.add(rank)
                 elif kind == "wrong input":
@@ -69,23 +85,33 @@ class WorkerPool:
                 elif kind == "failed":
                     raise TrainingFailedError(content)
                 elif kind == "crashed":
-                    raise TrainingFailedError(f"Worker {rank} crashed:\n{content}")
+                    self._lost(rank, f"crashed:\n{content}")
+                elif kind == "died":
+                    self._lost(rank, content)
                 else:
                     yield rank, content
             look()
 
-    def _raise_end_of(self, rank: int) -> None:
+    def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
         process.join(timeout=5)
         code = process.exitcode
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            hint = " (is the machine out of memory? use fewer workers)" if -code == signal.SIGKILL else ""
-        else:
-            how, hint = f"ended with status {code}", ""
-        raise TrainingFailedError(
-            f"Worker {rank} {how}{hint}; the last checkpoint is intact, and --resume goes on from it."
-        )
+        if code is None or code >= 0:
+            return f"ended with status {code}"
+        hint = " (is the machine out of memory? use fewer workers)" if -code == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{hint}"
+
+    def _lost(self, rank: int, how: str) -> None:
+        args = self._replace(rank, how)
+        if args is None:
+            self._finished.add(rank)
+            return
+        process = self.processes[rank]
+        process.kill()  # it may be on its way out still
+        process.join()
+        process.close()
+        self.connections[rank].close()
+        self.processes[rank], self.connections[rank] = self._start(rank, args)
 
     def __enter__(self) -> Self:
         return self
@@ -105,16 +131,24 @@ class WorkerPool:
             connection.close()
 
 
+def end_of(name: str, how: str) -> TrainingFailedError:
+    """The error that ends a run because a process died or, with its traceback behind it, crashed."""
+    comfort = "" if "\n" in how else "; the last checkpoint is intact, and --resume goes on from it."
+    return TrainingFailedError(f"{name} {how}{comfort}")
+
+
+def _end_the_run(rank: int, how: str) -> None:
+    raise end_of(f"Worker {rank}", how)
+
+
 def _main(
     target: Callable[..., None], rank: int, connection: Connection, core: int | None, args: tuple[Any, ...]
 ) -> None:
     """The life of a worker process."""
     from rl_cluster_benchmark.execution import preload  # as the server has imported it
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != preload.SERVER:  # it died before the line above
-        os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    die_with_parent(preload.SERVER)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -130,6 +164,13 @@ def _main(
     sys.stdout.flush()
     connection.close()
     os._exit(0)  # skip the destructors of native libraries: nothing is left to save
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when its parent, of that id, is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 def _report(connection: Connection, kind: str, content: str) -> None:

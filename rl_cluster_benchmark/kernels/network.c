@@ -15,7 +15,7 @@
 #define MAX_STAGES 8
 #define STAGE_CONVS 5 /* the first one, and two in each of the two residual blocks */
 #define RGB 4         /* observations have three channels; the fourth is zero */
-#define STRIP (AMX ? 128 : 64) /* pairs of pixels whose part in a weight gradient stays in the first-level cache */
+#define STRIP_BYTES (AMX ? 36 << 10 : 24 << 10) /* of the first-level cache, for a part of a weight gradient */
 
 typedef struct {
     int in, out;           /* channels */
@@ -194,12 +194,12 @@ DEFINE_CONVOLUTION(convolve_plain, PLAIN)
 
 /* ---- Gradients of weights -------------------------------------------------------------------------------------- */
 
-/* A framed image -> [channels][pixels], without the frame; adds the sums over the pixels to total[channels]. */
-static void transpose_image(const bf16 *image, int channels, int height, int width, bf16 *out, long stride, float *total) {
+/* Rows of a framed image -> [channels][pixels], without the frame; adds the sums over the pixels to total[channels]. */
+static void transpose_rows(const bf16 *image, int channels, int width, int first, int rows, bf16 *out, long stride, float *total) {
     for (int c = 0; c < channels; c += LANES) {
         __m512 sum = _mm512_loadu_ps(total + c);
-        for (int p = 0; p < height * width; p += 32) {
-            const bf16 *from = image + at(width, channels, p / width, p % width) + c;
+        for (int p = 0; p < rows * width; p += 32) {
+            const bf16 *from = image + at(width, channels, first + p / width, p % width) + c;
             bf16 *to = out + c * stride + p;
             if (width >= 32) transpose_block(32, from, channels, to, stride, &sum);
             else if (width == 16) transpose_block(16, from, channels, to, stride, &sum);
@@ -209,30 +209,31 @@ static void transpose_image(const bf16 *image, int channels, int height, int wid
     }
 }
 
-/* A framed image -> [channels / 16][dx][height + 2][width / 2][16][2]: pairs of neighbours, the first at x = 2 i + dx. */
-static void pair_image(const bf16 *image, int channels, int height, int width, bf16 *out) {
-    const long size = (long)(height + 2) * width / 2 * PACKED_PAIR;
+/* Rows of a framed image -> [channels / 16][dx][rows][width / 2][16][2]: pairs of neighbours, the first at x = 2 i + dx. */
+static void pair_rows(const bf16 *image, int channels, int width, int rows, bf16 *out) {
+    const long size = (long)rows * width / 2 * PACKED_PAIR;
     for (int c = 0; c < channels; c += LANES, out += 3 * size)
-        for (int y = 0; y < height + 2; y++) {
+        for (int y = 0; y < rows; y++) {
             const bf16 *from = image + (long)y * (width + 2) * channels + c;
             bf16 *to = out + (long)y * width / 2 * PACKED_PAIR;
-            for (int x = 0; x < width + 2; x += 2, from += 2 * channels, to += PACKED_PAIR) {
-                const __m256i here = _mm256_loadu_si256((const __m256i *)from);
-                const __m256i next = _mm256_loadu_si256((const __m256i *)(from + channels));
+            __m256i here = _mm256_loadu_si256((const __m256i *)from);
+            for (int x = 0; x <= width; x += 2, to += PACKED_PAIR) {
+                const __m256i next = _mm256_loadu_si256((const __m256i *)(from + (x + 1) * channels));
                 const __m512i pair = interleave(here, next);
                 if (x > 0) _mm512_storeu_si512(to + 2 * size - PACKED_PAIR, pair);
-                if (x == width) continue;
+                if (x == width) break;
                 _mm512_storeu_si512(to, pair);
-                _mm512_storeu_si512(to + size, interleave(next, _mm256_loadu_si256((const __m256i *)(from + 2 * channels))));
+                here = _mm256_loadu_si256((const __m256i *)(from + (x + 2) * channels));
+                _mm512_storeu_si512(to + size, interleave(next, here));
             }
         }
 }
 
-/* The same for observations, all dx side by side: [height + 2][width / 2][4 dx + channel][2]. */
-static void pair_pixels(const bf16 *pixels, int height, int width, bf16 *out) {
+/* The same for observations, all dx side by side: [rows][width / 2][4 dx + channel][2]. */
+static void pair_pixels(const bf16 *pixels, int width, int rows, bf16 *out) {
     static const uint16_t order[32] = {0, 4, 1, 5, 2, 6, 3, 7, 4, 8, 5, 9, 6, 10, 7, 11,
                                        8, 12, 9, 13, 10, 14, 11, 15, 8, 12, 9, 13, 10, 14, 11, 15};
-    for (int y = 0; y < height + 2; y++)
+    for (int y = 0; y < rows; y++)
         for (int x = 0; x < width; x += 2, out += PACKED_PAIR) {
             const bf16 *from = pixels + ((long)y * (width + 2) + x) * RGB;
             const __m512i window = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
@@ -240,26 +241,37 @@ static void pair_pixels(const bf16 *pixels, int height, int width, bf16 *out) {
         }
 }
 
+/* Image rows whose part in a weight gradient is computed at a time: what it reads then stays in the first-level cache. */
+INLINE int strip_rows(const Conv *conv) {
+    const int columns = conv->in == RGB ? LANES : 3 * conv->in;
+    int rows = conv->height;
+    while (rows % 2 == 0 && rows * conv->width % 64 == 0 &&
+           2L * conv->width * (columns * (rows + 2) + conv->out * rows) > STRIP_BYTES)
+        rows /= 2;
+    return rows;
+}
+
 /* Add the gradient of a convolution's weights, [out][3][3][in], and bias, from its framed input and output gradient. */
 static void weight_gradient(Network *net, const Conv *conv, const bf16 *input, const bf16 *grad, float *weights, float *bias) {
-    const int height = conv->height, width = conv->width, in = conv->in, all = height * width / 2;
-    const long stride = 2 * all + 32; /* not a power of two: rows would meet in the same places of the cache */
-    const long step = (long)(height + 2) * width / 2 * PACKED_PAIR;
-    transpose_image(grad, conv->out, height, width, net->transposed, stride, bias);
-    if (in == RGB) pair_pixels(input, height, width, net->paired);
-    else pair_image(input, in, height, width, net->paired);
-    for (int strip = 0; strip < all; strip += STRIP)
+    const int width = conv->width, in = conv->in, rows = strip_rows(conv), pairs = rows * width / 2;
+    const long stride = 2 * pairs + 32; /* not a power of two: rows would meet in the same places of the cache */
+    const long step = (long)(rows + 2) * width / 2 * PACKED_PAIR;
+    for (int y = 0; y < conv->height; y += rows) {
+        const bf16 *from = input + (long)y * (width + 2) * in;
+        transpose_rows(grad, conv->out, width, y, rows, net->transposed, stride, bias);
+        if (in == RGB) pair_pixels(from, width, rows + 2, net->paired);
+        else pair_rows(from, in, width, rows + 2, net->paired);
         for (int o = 0; o < conv->out; o += LANES)
             for (int i = 0; i < in; i += LANES)
                 for (int dy = 0; dy < 3; dy++) {
-                    const int pairs = smaller(STRIP, all - strip);
-                    const bf16 *left = net->transposed + o * stride + 2 * strip;
-                    const bf16 *right = net->paired + 3 * i / LANES * step + (strip + dy * width / 2L) * PACKED_PAIR;
+                    const bf16 *left = net->transposed + o * stride;
+                    const bf16 *right = net->paired + 3 * i / LANES * step + dy * width / 2L * PACKED_PAIR;
                     if (in == RGB)
                         add_products(1, left, stride, right, 0, pairs, net->first_gradient + (o * 3 + dy) * LANES, 3 * LANES, 0);
                     else
                         add_products(3, left, stride, right, step, pairs, weights + (long)(o * 9 + dy * 3) * in + i, 9L * in, in);
                 }
+    }
 }
 
 /* ---- Pooling ---------------------------------------------------------------------------------------------------- */

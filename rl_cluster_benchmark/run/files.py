@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ TEMPORARY_SUFFIX = ".tmp"
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write under a temporary name, flush to the disk, rename."""
-    temporary = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
+    # Its own for each process: two machines may share the directory for a moment, when a run moves.
+    writer = f"{socket.gethostname()}-{os.getpid()}"
+    temporary = path.with_name(f".{path.name}.{writer}{TEMPORARY_SUFFIX}")
     try:
         with open(temporary, "wb") as file:
             file.write(content)

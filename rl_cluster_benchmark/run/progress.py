@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Progress:
         self._bar: tqdm | None = None
         self._last_line = 0.0
         self._last_status: Status | None = None
-        if sys.stderr is not None and sys.stderr.isatty():
+        lines = os.environ.get("RLCB_PROGRESS") == "lines"  # for launchers that gather several outputs
+        if sys.stderr is not None and sys.stderr.isatty() and not lines:
             self._bar = tqdm(total=1000, bar_format="{desc}{percentage:3.0f}%|{bar}|{postfix}", dynamic_ncols=True)
             self._bar.set_description("Training")
 

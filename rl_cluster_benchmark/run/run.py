@@ -7,9 +7,11 @@ report (see execution/loop.py for the calls).
 from __future__ import annotations
 
 import contextlib
+import math
+import multiprocessing
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +23,7 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, summary
+from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.files import write_atomically
@@ -49,8 +52,10 @@ class Run:
         self.summary: dict[str, Any] | None = None
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
+        self.asynchrony = Asynchrony()
         self.steps = self.updates = 0
         self.peak_memory = 0
+        self.peak_worker_memory = 0  # of the largest worker process
         self.last_update_at = 0.0  # seconds of training
         self._elapsed_before = self._cpu_before = 0.0
         if resumed_from is not None:
@@ -59,6 +64,9 @@ class Run:
         self._progress: Progress | None = None
         self._started = self._cpu_started = self._last_memory = 0.0
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
+        self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
+        self.memory_elsewhere: Callable[[], int] = lambda: 0
+        self.may_write: Callable[[], None] = lambda: None  # raises if somebody else has taken over
 
     # The course of a run
 
@@ -78,7 +86,7 @@ class Run:
         self._last_checkpoint = self._started
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
         self._last_log = (self.elapsed, self.steps)
-        self._read_memory()
+        self._last_memory = -math.inf  # the first reading comes with the first update: all buffers are in use then
 
     @property
     def elapsed(self) -> float:
@@ -89,6 +97,14 @@ class Run:
     def cpu_seconds(self) -> float:
         here = time.process_time() - self._cpu_started if self._started else 0.0
         return self._cpu_before + here + self.worker_cpu_seconds
+
+    @property
+    def num_workers(self) -> int:
+        return sum(workers for _, workers, _ in self.nodes) or self.plan.num_workers
+
+    @property
+    def usable_cores(self) -> int:
+        return sum(cores for _, _, cores in self.nodes) or self.plan.machine.usable_cores
 
     @property
     def fraction(self) -> float:
@@ -108,8 +124,15 @@ class Run:
     def is_complete(self) -> bool:
         return self.steps >= self.config.training.total_timesteps
 
-    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+    def record(
+        self,
+        steps: int,
+        episodes: Sequence[tuple[float, int]],
+        losses: dict[str, float],
+        asynchrony: dict[str, float] | None = None,
+    ) -> None:
         """One update is done: count, log, show, save."""
+        self.asynchrony.add(asynchrony or {})
         self.updates += 1
         self.steps += steps
         self.episodes.add(episodes)
@@ -118,7 +141,7 @@ class Run:
         if time.perf_counter() - self._last_memory > SECONDS_BETWEEN_MEMORY_READINGS:
             self._read_memory()
         if self.updates % self.config.training.log_interval == 0:
-            self._log(losses)
+            self._log(losses, asynchrony or {})
 
     def checkpoint_due(self) -> bool:
         minutes = (time.perf_counter() - self._last_checkpoint) / 60
@@ -138,7 +161,7 @@ class Run:
 
     # What is written
 
-    def _log(self, losses: dict[str, float]) -> None:
+    def _log(self, losses: dict[str, float], asynchrony: dict[str, float]) -> None:
         last_time, last_steps = self._last_log
         now = self.elapsed
         fps = (self.steps - last_steps) / max(1e-9, now - last_time)
@@ -151,8 +174,9 @@ class Run:
             line["charts/episodic_length"] = self.episodes.mean_length
         line |= {f"losses/{name}": value for name, value in losses.items() if name != "learning_rate"}
         line |= {f"time/{name}": share for name, share in self.clock.shares(now).items()}
+        line |= asynchrony
         line["system/memory_gb"] = self._memory / 1e9
-        line["system/cpu_utilization"] = self.cpu_seconds / now / self.plan.machine.usable_cores
+        line["system/cpu_utilization"] = self.cpu_seconds / now / self.usable_cores
         assert self._metrics is not None
         assert self._progress is not None
         self._metrics.write(line)
@@ -173,6 +197,7 @@ class Run:
         )
 
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
+        self.may_write()
         if not all(bool(tensor.isfinite().all()) for tensor in learner["model"].values()):
             raise TrainingFailedError(
                 f"The network's weights became NaN or infinite by update {self.updates}; the last good checkpoint is "
@@ -192,6 +217,7 @@ class Run:
             "phase_seconds": dict(self.clock.seconds),
             "peak_memory": self.peak_memory,
             "episodes": self.episodes.state_dict(),
+            "asynchrony": self.asynchrony.state_dict(),
             # Every random stream is named by the seed and the number of the update (see seeding.py).
             "random_state": {"seed": self.config.env.seed, "next_update": self.updates},
         }
@@ -202,15 +228,20 @@ class Run:
         self.last_update_at = state["elapsed"]
         self.clock.seconds |= state["phase_seconds"]
         self.episodes.load_state_dict(state["episodes"])
+        if "asynchrony" in state:  # checkpoints of versions without it
+            self.asynchrony.load_state_dict(state["asynchrony"])
 
     def _read_memory(self) -> None:
         """Proportional set size: memory shared with other processes is counted once over all of them."""
         parent = psutil.Process()
-        self._memory = 0
-        for process in (parent, *parent.children()):
+        sizes: dict[int | None, int] = {}
+        for process in (parent, *parent.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # one that has just ended
-                self._memory += process.memory_full_info().pss
+                sizes[process.pid] = process.memory_full_info().pss  # from smaps_rollup: a few milliseconds
+        self._memory = self.memory_elsewhere() + sum(sizes.values())
         self.peak_memory = max(self.peak_memory, self._memory)
+        workers = [sizes.get(worker.pid, 0) for worker in multiprocessing.active_children()]
+        self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
         self._last_memory = time.perf_counter()
 
     def _time_is_up(self) -> bool:
@@ -246,6 +277,7 @@ class Run:
             self._summarise("finished", None)
 
     def _summarise(self, state: str, reason: str | None) -> None:
+        self.may_write()
         self.summary = summary.build(self, state, reason)
         summary.write(self.directory, self.summary)
         metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))

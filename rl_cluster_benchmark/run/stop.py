@@ -11,14 +11,14 @@ STDERR = 2
 
 
 class Signals:
-    """The first SIGINT, SIGTERM or SIGHUP asks the run to end in good order; a second one ends the process at once."""
+    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks the run to end in good order; a second one ends it at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._previous: dict[int, object] = {}
 
     def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:

@@ -29,24 +29,28 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "num_envs": config.env.num_envs,
-        "num_workers": run.plan.num_workers,
+        "num_workers": run.num_workers,
+        "num_learners": run.plan.num_learners,
+        "nodes": [name for name, _, _ in run.nodes] or None,
         "duration_hours": elapsed / 3600,
         "total_timesteps": run.steps,
         "total_updates": run.updates,
         "avg_fps": run.steps / run.last_update_at if run.last_update_at > 0 else 0.0,
         "final_fps": run.final_fps(),
         "peak_memory_gb": run.peak_memory / 1e9,
+        "memory_per_worker_mb": run.peak_worker_memory / 1e6 or None,  # null without worker processes
         **run.episodes.summary(),
+        "asynchrony": run.asynchrony.summary(),
         "phase_shares": run.clock.shares(elapsed),
-        "cpu_utilization": run.cpu_seconds / elapsed / machine.usable_cores if elapsed > 0 else 0.0,
+        "cpu_utilization": run.cpu_seconds / elapsed / run.usable_cores if elapsed > 0 else 0.0,
         "num_threads": run.plan.num_threads,
         "precision": run.plan.precision,
         "engine": run.plan.engine,
         "cpu_model": machine.cpu_model,
-        "usable_cores": machine.usable_cores,
+        "usable_cores": run.usable_cores,
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
-        "versions": {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **package_versions()},
     }
 
 
@@ -62,9 +66,14 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
     if summary["state"] != "finished":
         rows.append(f"State: {summary['state']} ({summary['reason']})")
     shares = summary["phase_shares"].items()
+    per_worker = summary["memory_per_worker_mb"]
     rows.append(f"Duration: {summary['duration_hours']:.2f} hours")
     if summary["mode"] != "sequential":
-        rows += [f"Workers: {summary['num_workers']}", f"Total Environments: {summary['num_envs']}"]
+        if summary["nodes"]:
+            rows.append(f"Machines: {len(summary['nodes'])} ({', '.join(summary['nodes'])})")
+        learners = summary.get("num_learners")
+        workers = f"Actors: {summary['num_workers']}, Learners: {learners}" if learners else None
+        rows += [workers or f"Workers: {summary['num_workers']}", f"Total Environments: {summary['num_envs']}"]
     rows += [
         f"Total Timesteps: {summary['total_timesteps']:,}",
         f"Total Updates: {summary['total_updates']:,}",
@@ -79,12 +88,25 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
         "",
         "Resource Usage:",
         f"  Peak Memory: {summary['peak_memory_gb']:.2f} GB",
+        *([f"  Memory per Worker: {per_worker:.0f} MB"] if per_worker else []),
         f"  CPU Utilization: {summary['cpu_utilization']:.0%} of {summary['usable_cores']} cores",
         f"  Time: {', '.join(f'{name} {share:.0%}' for name, share in shares)}",
+        *_asynchrony(summary["asynchrony"]),
         "",
         f"Results saved to: {directory.root}",
     ]
     return "\n".join([*rows, line])
+
+
+def _asynchrony(means: dict[str, float]) -> list[str]:
+    """How far those who act and those who learn were apart, in the modes where they are."""
+    if not means:
+        return []
+    rows = [f"  Policy Lag: {means['policy_lag']:.1f} updates on average, {means['policy_lag_max']:.0f} at most"]
+    if "learner_idle" in means:
+        rows.append(f"  Idle: actors {means['actor_idle']:.0%}, learners {means['learner_idle']:.0%} of their time")
+        rows.append(f"  Actor Restarts: {means['actor_restarts']:.0f}")
+    return ["", "Asynchrony:", *rows]
 
 
 def git_commit() -> str | None:
@@ -98,7 +120,7 @@ def git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 

@@ -1,0 +1,102 @@
+"""Several hosts on one machine: network namespaces joined by a bridge, each with a name and an address of its own.
+
+Needs root and iproute2. Nothing that happens in them leaves the machine. Also used by bench/cluster_network.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+NET = "10.77.0"
+ENTER = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
+
+
+def missing() -> str | None:
+    """Why there can be no hosts here."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    probe = f"rlcbprobe{os.getpid()}"
+    made = subprocess.run(["sh", "-c", f"ip netns add {probe} && ip netns del {probe}"], capture_output=True, text=True)
+    return None if made.returncode == 0 else f"ip netns does not work here (apt-get install iproute2): {made.stderr}"
+
+
+class Hosts:
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._tag = f"rlcb{os.getpid() % 100_000}"
+        self._made: list[str] = []
+        descriptor, self._names = tempfile.mkstemp(prefix="rlcb-hosts-")
+        with os.fdopen(descriptor, "w") as file:
+            file.write("127.0.0.1 localhost\n")
+            file.writelines(f"{self.address(i)} {self.name(i)}\n" for i in range(count))
+        self._build()
+
+    def name(self, index: int) -> str:
+        return f"h{index}"
+
+    def address(self, index: int) -> str:
+        return f"{NET}.{index + 1}"
+
+    def call(self, index: int, command: Sequence[object]) -> list[str]:
+        """The command as that host would run it."""
+        enter = ["nsenter", f"--net=/run/netns/{self._namespace(index)}", "unshare", "-m", "-u", "bash", "-c", ENTER]
+        return [*enter, "in", self.name(index), self._names, *map(str, command)]
+
+    def cut(self, index: int) -> None:
+        self._on_bridge("link", "set", f"p{index}", "down")
+
+    def mend(self, index: int) -> None:
+        self._on_bridge("link", "set", f"p{index}", "up")
+
+    def slow_down(self, *, delay: str, rate: str) -> None:
+        """Every packet that a host sends takes half the round trip `delay` is of, and leaves at `rate`."""
+        for index in range(self.count):
+            self._tc(index, "replace", "netem", "delay", delay, "rate", rate, "limit", "100000")
+
+    def full_speed(self) -> None:
+        for index in range(self.count):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self._tc(index, "del")
+
+    def close(self) -> None:
+        for namespace in self._made:
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+        Path(self._names).unlink(missing_ok=True)
+
+    def _namespace(self, index: int) -> str:
+        return f"{self._tag}h{index}"
+
+    def _build(self) -> None:
+        bridge = f"{self._tag}br"
+        self._add(bridge)
+        self._on_bridge("link", "add", "br0", "type", "bridge")
+        self._on_bridge("link", "set", "br0", "up")
+        for index in range(self.count):
+            space = self._namespace(index)
+            self._add(space)
+            _run("ip", "-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{index}", "netns", bridge)
+            _run("ip", "-n", space, "link", "set", "lo", "up")
+            _run("ip", "-n", space, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
+            _run("ip", "-n", space, "link", "set", "eth0", "up")
+            self._on_bridge("link", "set", f"p{index}", "master", "br0")
+            self._on_bridge("link", "set", f"p{index}", "up")
+
+    def _add(self, namespace: str) -> None:
+        _run("ip", "netns", "add", namespace)
+        self._made.append(namespace)
+
+    def _on_bridge(self, *words: str) -> None:
+        _run("ip", "-n", f"{self._tag}br", *words)
+
+    def _tc(self, index: int, *words: str) -> None:
+        action, *rest = words
+        _run("tc", "-n", self._namespace(index), "qdisc", action, "dev", "eth0", "root", *rest)
+
+
+def _run(*call: str) -> None:
+    subprocess.run(call, check=True, capture_output=True, text=True)

@@ -1,0 +1,162 @@
+"""torchrun, plain flags and SSH over three hosts with a network; what happens when a host or a link is lost."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import FOREVER, ROOT, TINY, check_run, need, updates, wait_until
+
+RLCB = (sys.executable, "-m", "rl_cluster_benchmark")
+
+
+@pytest.fixture
+def sshd(hosts, processes, tmp_path):
+    """A server on every host, and the options with which a client on h0 gets in; no user's keys are touched."""
+    need("sshd", "ssh", "ssh-keygen")
+    for name in ("host_key", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    shutil.copy(tmp_path / "key.pub", tmp_path / "authorized_keys")
+    settings = {
+        "HostKey": tmp_path / "host_key", "AuthorizedKeysFile": tmp_path / "authorized_keys", "StrictModes": "no",
+        "UsePAM": "no", "PidFile": "none", "PasswordAuthentication": "no",
+    }  # fmt: skip
+    config = tmp_path / "sshd_config"
+    config.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+    os.makedirs("/run/sshd", exist_ok=True)
+    for index in (1, 2, 3):
+        processes.start(hosts.call(index, ["/usr/sbin/sshd", "-D", "-f", config]), tmp_path / f"sshd{index}.log")
+    options = {
+        "IdentityFile": tmp_path / "key", "StrictHostKeyChecking": "no", "UserKnownHostsFile": "/dev/null",
+        "IdentitiesOnly": "yes",
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in options.items()]
+
+
+def launch_ssh(hosts, sshd, tmp_path, output, *args):
+    file = tmp_path / "hosts.txt"
+    file.write_text("h1\nh2\nh3\n")
+    options = [word for option in sshd for word in ("--ssh-option", option)]
+    return hosts.call(0, [*RLCB, "launch", "ssh", "--hosts", file, *options, "--env", "PYTHONPATH", "--directory", ROOT,
+                          "--", "train", *TINY, "--output-dir", output, *args])  # fmt: skip
+
+
+def finished(process, seconds, log):
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(log.read_text()) from None
+
+
+def node_process(name, rank):
+    """The process of a node among all of this machine's, by its arguments."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        is_node = words[:1] == [sys.executable] and name in words and "--node-rank" in words
+        if is_node and words[words.index("--node-rank") + 1] == str(rank):
+            return process
+    raise AssertionError(f"node {rank} is not running")
+
+
+def test_torchrun_on_three_hosts(hosts, processes, tmp_path):
+    output = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 3, "--nproc-per-node", 1, "--rdzv-backend",
+                "c10d", "--rdzv-endpoint", "h1:29400", "--rdzv-id", "test"]  # fmt: skip
+    script = [ROOT / "train_ppo_distributed.py", *TINY, "--total-timesteps", 4000, "--output-dir", output]
+    logs = [tmp_path / f"h{index}.log" for index in (1, 2, 3)]
+    nodes = [processes.start(hosts.call(i, [*torchrun, *script]), log) for i, log in zip((1, 2, 3), logs, strict=True)]
+    for process, log in zip(nodes, logs, strict=True):
+        assert finished(process, 120, log) == 0, log.read_text()
+    assert sorted(check_run(output, nodes=3)["nodes"]) == ["h1", "h2", "h3"]
+
+
+def test_the_same_command_on_every_host(hosts, processes, tmp_path):
+    """No rank is given: who has the head's address is the head."""
+    output = tmp_path / "run"
+    call = [sys.executable, ROOT / "train_ppo_distributed.py", *TINY, "--config", "config/ppo_cpu_cluster.yaml",
+            "--num-workers", 2, "--master-addr", hosts.address(2), "--total-timesteps", 2000,
+            "--output-dir", output]  # fmt: skip
+    logs = [tmp_path / f"h{index}.log" for index in (1, 2)]
+    nodes = [processes.start(hosts.call(i, call), log) for i, log in zip((1, 2), logs, strict=True)]
+    for process, log in zip(nodes, logs, strict=True):
+        assert finished(process, 90, log) == 0, log.read_text()
+    assert check_run(output, nodes=2)["nodes"] == ["h2", "h1"]
+
+
+def test_ssh_reaches_the_threshold(hosts, processes, sshd, tmp_path):
+    output, log = tmp_path / "run", tmp_path / "launch.log"
+    args = ("--total-timesteps", 60_000, "--learning-rate", "0.003", "--set", "training.gamma=0.99")
+    process = processes.start(launch_ssh(hosts, sshd, tmp_path, output, *args), log)
+    assert finished(process, 180, log) == 0, log.read_text()
+    summary = check_run(output, nodes=3)
+    assert summary["final_reward"] > 0.8, "Catch is learned"
+    assert "[h1] " in log.read_text()
+    assert "[h3] Node 2 (h3): finished" in log.read_text()
+
+
+def test_ssh_killed_node_is_started_again(hosts, processes, sshd, tmp_path):
+    output, log = tmp_path / "run", tmp_path / "launch.log"
+    process = processes.start(launch_ssh(hosts, sshd, tmp_path, output, "--total-timesteps", 30_000), log)
+    wait_until(lambda: updates(output) > 6, 90, "training", log)
+    node_process(str(output), 2).kill()
+    assert finished(process, 150, log) == 0, log.read_text()
+    assert "Restart 1 of 3, from the last checkpoint." in log.read_text()
+    check_run(output, nodes=3)
+
+
+def test_ssh_a_cut_host_is_left_out(hosts, processes, sshd, tmp_path):
+    """The link of a host goes down in the middle of training and stays down: the run goes on with two."""
+    output, log = tmp_path / "run", tmp_path / "launch.log"
+    args = ("--total-timesteps", FOREVER, "--set", "cluster.min_nodes=2")
+    process = processes.start(launch_ssh(hosts, sshd, tmp_path, output, *args), log)
+    wait_until(lambda: updates(output) > 6, 90, "training", log)
+    hosts.cut(3)
+    cut_at = time.monotonic()
+    wait_until(lambda: "error: " in log.read_text(), 30, "the end of the others", log)
+    assert time.monotonic() - cut_at < 20, "cluster.timeout is 6 s"
+    assert "Node 2 (h3)" in log.read_text()
+    before = updates(output)
+    wait_until(lambda: "with 2 of 3 machines" in log.read_text(), 90, "the restart", log)
+    wait_until(lambda: updates(output) > before + 5, 90, "going on", log)
+    os.kill(process.pid, signal.SIGTERM)
+    finished(process, 60, log)
+    check_run(output, nodes=2, state="interrupted")
+
+
+def test_ssh_sigterm_ends_all(hosts, processes, sshd, tmp_path):
+    output, log = tmp_path / "run", tmp_path / "launch.log"
+    process = processes.start(launch_ssh(hosts, sshd, tmp_path, output, "--total-timesteps", FOREVER), log)
+    wait_until(lambda: updates(output) > 3, 90, "training", log)
+    os.kill(process.pid, signal.SIGTERM)
+    assert finished(process, 60, log) == 128 + signal.SIGTERM, log.read_text()
+    check_run(output, nodes=3, state="interrupted")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(output) in (p.info["cmdline"] or [])]
+
+
+def test_a_directory_that_is_not_shared_is_refused(hosts, processes, tmp_path):
+    """Each host has a /tmp of its own."""
+    output = "/mnt/rlcb-not-shared/run"
+    os.makedirs("/mnt", exist_ok=True)
+    private = ["bash", "-c", 'mount -t tmpfs none /mnt && exec "$@"', "x"]
+    call = [*RLCB, "train", "--mode", "distributed", *TINY, "--num-nodes", 2, "--master-addr", "h1"]
+    logs = [tmp_path / f"h{index}.log" for index in (1, 2)]
+    nodes = []
+    for rank, log in enumerate(logs):
+        node = [*private, *call, "--node-rank", rank, "--output-dir", output]
+        nodes.append(processes.start(hosts.call(rank + 1, node), log))
+    for process, log, status in zip(nodes, logs, (1, 2), strict=True):
+        assert finished(process, 60, log) == status, log.read_text()
+        assert "does not see the run directory /mnt/rlcb-not-shared/run" in log.read_text()
+        assert "Traceback" not in log.read_text()
+
+
+def test_a_name_that_means_the_host_itself_is_told(hosts, processes, tmp_path):
+    log = tmp_path / "log"
+    call = [*RLCB, "train", "--mode", "distributed", *TINY, "--num-nodes", 2, "--master-addr", "localhost",
+            "--node-rank", 1, "--set", "cluster.join_timeout=3", "--output-dir", tmp_path / "run"]  # fmt: skip
+    assert finished(processes.start(hosts.call(2, call), log), 30, log) == 1
+    assert "The head at localhost:29500 (an address of this machine itself) did not answer" in log.read_text()

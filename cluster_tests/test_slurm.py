@@ -1,0 +1,147 @@
+"""SLURM itself: three nodes, jobs submitted and followed, cancelled, signalled, preempted and requeued."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import FOREVER, ROOT, TINY, Processes, check_run, environment, need, updates, wait_until
+from slurm_cluster import SlurmCluster
+
+from rl_cluster_benchmark.cluster.launch import jobs
+from rl_cluster_benchmark.cluster.launch.slurm import Slurm
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    need("slurmctld", "slurmd", "munged", "sbatch")
+    if os.geteuid() != 0:
+        pytest.skip("starting SLURM's daemons needs root")
+    home, started = Path(tempfile.mkdtemp(prefix="rlcb-slurm-")), Processes()
+    try:
+        cluster = SlurmCluster(home, started)
+        wait_until(cluster.ready, 60, "SLURM with three idle nodes", home / "slurmctld.log")
+        yield cluster
+        cluster.ask("scancel", "--user=root")
+        wait_until(lambda: not cluster.ask("squeue", "-h"), 60, "an empty queue")
+    finally:
+        started.end()
+        shutil.rmtree(home)
+
+
+@pytest.fixture(autouse=True)
+def idle(slurm):
+    wait_until(slurm.ready, 90, "three idle nodes", slurm.home / "slurmctld.log")
+
+
+def submit(slurm, tmp_path, output, *args, nodes=2, options=(), follow=False):
+    call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "slurm", "--nodes", nodes, "--cpus-per-node", 1,
+            "--log", tmp_path / "job-%j.log", "--script", tmp_path / "job.sh", *options,
+            *(["--follow"] if follow else []), "--", "train", *TINY, "--master-addr", "127.0.0.1", "--output-dir",
+            output, *args]  # fmt: skip
+    done = subprocess.run(
+        list(map(str, call)), cwd=ROOT, env=environment(**slurm.environ), capture_output=True, text=True, timeout=200
+    )
+    job = done.stdout.split()[1] if done.stdout.startswith("Job ") else None
+    return done, job
+
+
+def log_of(tmp_path, job):
+    return tmp_path / f"job-{job}.log"
+
+
+def state(slurm, job):
+    return slurm.ask("squeue", "-h", "-j", job, "-o", "%T")
+
+
+def test_three_nodes_followed_to_the_end(slurm, tmp_path):
+    done, job = submit(slurm, tmp_path, tmp_path / "run", "--total-timesteps", 4000, nodes=3, follow=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "TRAINING SUMMARY" in done.stdout
+    assert f"job {job} is RUNNING" in done.stderr
+    check_run(tmp_path / "run", nodes=3)
+
+
+def test_a_wrong_input_is_reported(slurm, tmp_path):
+    done, job = submit(slurm, tmp_path, tmp_path / "run", "--set", "model.architecture=nature", follow=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "nature needs images" in done.stdout
+    assert "Attempt 1" not in done.stdout, f"job {job} is not tried again"
+
+
+def test_usr1_saves_and_requeues_and_the_run_goes_on(slurm, tmp_path):
+    output = tmp_path / "run"
+    _, job = submit(slurm, tmp_path, output, "--total-timesteps", FOREVER)
+    wait_until(lambda: updates(output) > 5, 120, "training", log_of(tmp_path, job))
+    slurm.ask("scancel", "--signal=USR1", job)
+    wait_until(lambda: "back into the queue" in log_of(tmp_path, job).read_text(), 60, "requeue", log_of(tmp_path, job))
+    before = updates(output)
+    wait_until(lambda: updates(output) > before + 5, 120, "going on", log_of(tmp_path, job))
+    assert "Resumed from" in log_of(tmp_path, job).read_text()
+    slurm.ask("scancel", job)
+    wait_until(lambda: not state(slurm, job), 60, "the end", log_of(tmp_path, job))
+    check_run(output, nodes=2, state="interrupted")
+
+
+def test_scancel_ends_it_for_good(slurm, tmp_path):
+    output = tmp_path / "run"
+    _, job = submit(slurm, tmp_path, output, "--total-timesteps", FOREVER)
+    wait_until(lambda: updates(output) > 3, 120, "training", log_of(tmp_path, job))
+    slurm.ask("scancel", job)
+    wait_until(lambda: not state(slurm, job), 60, "the end", log_of(tmp_path, job))
+    check_run(output, nodes=2, state="interrupted")
+    time.sleep(10)
+    assert not state(slurm, job), "it did not come back"
+    assert "back into the queue" not in log_of(tmp_path, job).read_text()
+
+
+def test_preemption_by_a_better_partition(slurm, tmp_path):
+    output = tmp_path / "run"
+    _, job = submit(slurm, tmp_path, output, "--total-timesteps", FOREVER, nodes=3, options=("--partition", "low"))
+    wait_until(lambda: updates(output) > 5, 120, "training", log_of(tmp_path, job))
+    urgent = slurm.ask(
+        "sbatch", "--parsable", "-p", "high", "-N", 3, "--exclusive", "-o", "/dev/null", "--wrap", "sleep 5"
+    )
+    wait_until(lambda: state(slurm, urgent) == "RUNNING", 60, "the better job", log_of(tmp_path, job))
+    before = updates(output)
+    wait_until(lambda: updates(output) > before + 5, 150, "going on", log_of(tmp_path, job))
+    slurm.ask("scancel", job)
+    wait_until(lambda: not state(slurm, job), 60, "the end", log_of(tmp_path, job))
+    check_run(output, nodes=3, state="interrupted")
+
+
+def test_a_killed_node_process_is_tried_again_in_the_allocation(slurm, tmp_path):
+    output = tmp_path / "run"
+    _, job = submit(slurm, tmp_path, output, "--total-timesteps", FOREVER)
+    wait_until(lambda: updates(output) > 5, 120, "training", log_of(tmp_path, job))
+    before = updates(output)
+    nodes = [p for p in psutil.process_iter(["cmdline"]) if str(output) in (p.info["cmdline"] or []) and is_node(p)]
+    assert len(nodes) == 2
+    nodes[1].kill()
+    wait_until(lambda: "Attempt 0 ended" in log_of(tmp_path, job).read_text(), 90, "the end", log_of(tmp_path, job))
+    wait_until(lambda: updates(output) > before + 3, 120, "going on", log_of(tmp_path, job))
+    slurm.ask("scancel", job)
+    wait_until(lambda: not state(slurm, job), 60, "the end", log_of(tmp_path, job))
+    check_run(output, nodes=2, state="interrupted")
+
+
+def is_node(process):
+    return process.info["cmdline"][:1] == [sys.executable]
+
+
+def test_one_command_as_a_job(slurm, tmp_path, monkeypatch):
+    """What the benchmark sends each cell of its matrix with."""
+    for name, value in slurm.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = jobs.JobOptions(name="cell", log=str(tmp_path / "cell-%j.log"), directory=str(ROOT), cpus_per_node=1)
+    system = Slurm()
+    job = jobs.submit(system, ["config", "--env", "maze"], options, tmp_path / "cell.sh")
+    wait_until(lambda: system.state(job) is None, 60, "the end of the job")
+    assert system.status(job) == 0
+    assert "procgen-maze-v0" in system.log_file(job, options).read_text()

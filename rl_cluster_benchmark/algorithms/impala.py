@@ -1,0 +1,219 @@
+"""IMPALA (Espeholt et al., 2018): an actor-critic that corrects with V-trace for experience of an older policy.
+
+As in the paper the loss is a sum over the samples, not a mean: `impala.max_grad_norm` is to be read so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark.algorithms.learner import Learner, check_finite
+from rl_cluster_benchmark.algorithms.on_policy import STATS, Losses, explained_variance, learning_rate, mean_of
+from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.algorithms.returns import vtrace
+from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.models import ActorCritic
+from rl_cluster_benchmark.rollout import Rollout
+from rl_cluster_benchmark.seeding import stream
+
+
+@dataclass
+class Unrolls:
+    """B pieces of experience, each T steps of one environment, by whatever policy."""
+
+    observations: Sequence[Tensor]  # B x [T, *observation_shape]: views of where they lie, not copies
+    last_observations: Sequence[Tensor]  # B x [*observation_shape] after the last step
+    actions: Tensor  # [T, B]
+    log_probs: Tensor  # [T, B] of the actions, when they were taken
+    rewards: Tensor  # [T, B] as they are to be learned from
+    terminated: Tensor  # [T, B]
+    truncated: Tensor  # [T, B]
+    valid: Tensor  # [T, B] False for resets, which are no experience
+
+    @classmethod
+    def of(cls, rollout: Rollout, envs: Sequence[int], rewards: Tensor) -> Unrolls:
+        return cls(
+            [rollout.observations[:, env] for env in envs],
+            [rollout.last_observations[env] for env in envs],
+            rollout.actions[:, envs],
+            rollout.log_probs[:, envs],
+            rewards[:, envs],
+            rollout.terminated[:, envs],
+            rollout.truncated[:, envs],
+            rollout.valid[:, envs],
+        )
+
+    def __len__(self) -> int:
+        return len(self.observations)
+
+    def part(self, start: int, end: int, columns: slice) -> Unrolls:
+        """Some steps of some of them. Of a single unroll the observations are not even moved."""
+        names = ("actions", "log_probs", "rewards", "terminated", "truncated", "valid")
+        return Unrolls(
+            [observations[start:end] for observations in self.observations[columns]],
+            self.last_observations[columns],
+            *(getattr(self, name)[start:end, columns] for name in names),
+        )
+
+
+def impala_losses(
+    logits: Tensor,  # [T, B, A] of the policy that learns
+    values: Tensor,  # [T, B]
+    unrolls: Unrolls,
+    last_values: Tensor,  # [B]
+    last_targets: Tensor,  # [B]
+    *,
+    gamma: float,
+    clip_rho: float,
+    clip_c: float,
+    clip_pg_rho: float,
+) -> tuple[Losses, Tensor]:
+    """(losses per sample, value targets), [T, B] each."""
+    log_policy = logits.log_softmax(-1)
+    log_probs = log_policy.gather(-1, unrolls.actions.unsqueeze(-1)).squeeze(-1)
+    log_rhos = (log_probs - unrolls.log_probs).detach()
+    targets, advantages = vtrace(
+        log_rhos=log_rhos,
+        rewards=unrolls.rewards,
+        values=values.detach(),
+        last_values=last_values,
+        last_targets=last_targets,
+        terminated=unrolls.terminated,
+        truncated=unrolls.truncated,
+        gamma=gamma,
+        clip_rho=clip_rho,
+        clip_c=clip_c,
+        clip_pg_rho=clip_pg_rho,
+    )
+    losses = Losses(
+        policy=-log_probs * advantages,
+        value=0.5 * (values - targets).square(),
+        entropy=-(log_policy.exp() * log_policy).sum(-1),
+        approx_kl=log_rhos.exp() - 1 - log_rhos,  # how far the policy that learns is from the one that acted
+        clipped=(log_rhos.exp() > clip_rho).float(),
+    )
+    return losses, targets
+
+
+class Impala:
+    def __init__(
+        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer
+    ) -> None:
+        self.config, self.hyper, self.model, self.micro_batch = config, config.impala, model, micro_batch
+        self.device = torch.device(config.hardware.device)
+        self.normalize_rewards = RewardNormalizer(len(env_ids), config.training.gamma, reduce)
+        self.learner = Learner(
+            model,
+            optimizer=partial(OPTIMIZERS[config.training.optimizer], eps=config.training.adam_eps),
+            max_grad_norm=self.hyper.max_grad_norm,
+            num_stats=len(STATS) + 5,  # and the sums that explained_variance takes
+            reduce=reduce,
+        )
+
+    def update(
+        self, rollout: Rollout, *, index: int, progress: float, interrupted: Callable[[], bool]
+    ) -> dict[str, float]:
+        """Learn from a rollout, some environments at a time: V-trace corrects for the steps already taken.
+
+        Interrupted, it ends after the step in hand.
+        """
+        rewards = self.normalize_rewards(rollout) if self.config.training.normalize_reward else rollout.rewards
+        rate = learning_rate(self.config.training, progress)
+        num_envs = rollout.actions.shape[1]
+        shuffled = stream(self.config.env.seed, "minibatch", index).permutation(num_envs)
+        parts = torch.tensor_split(torch.from_numpy(shuffled), max(1, round(num_envs / self.config.unrolls_per_step)))
+        steps = []
+        for envs in parts:
+            steps.append(self.step(Unrolls.of(rollout, envs.tolist(), rewards), rate))
+            if interrupted():
+                break
+        return mean_of(steps)
+
+    def step(self, unrolls: Unrolls, rate: float) -> dict[str, float]:
+        """One step of the optimiser on these unrolls; returns the mean losses."""
+        self.begin()
+        self.add(unrolls)
+        return self.finish(rate)
+
+    def begin(self) -> None:
+        self.learner.zero_grad()
+
+    def add(self, unrolls: Unrolls) -> None:
+        """Add the gradient of some unrolls to that of the step: the loss is a sum, so any learner may add any."""
+        last_values = self._values(unrolls.last_observations)
+        for columns, pieces in self._pieces(unrolls):
+            values = targets = last_values[columns]
+            for start, end in pieces:  # from the end: V-trace looks ahead
+                values, targets = self._accumulate(unrolls.part(start, end, columns), values, targets)
+
+    def finish(self, rate: float) -> dict[str, float]:
+        """Sum over the learners and step; returns the mean losses of all."""
+        self.learner.sum_over_workers()
+        *sums, count, total, squares, error, error_squares = self.learner.stats.tolist()
+        grad_norm = self.learner.step(rate)
+        check_finite(sums, grad_norm)
+        return {
+            **{name: value / max(1.0, count) for name, value in zip(STATS, sums, strict=True)},
+            "grad_norm": grad_norm,
+            "explained_variance": explained_variance(count, total, squares, error, error_squares),
+            "learning_rate": rate,
+        }
+
+    def _pieces(self, unrolls: Unrolls) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
+        """Parts that fit the cache: whole unrolls if several fit, spans of one, the last first, if it does not."""
+        length = len(unrolls.actions)
+        together, span = max(1, self.micro_batch // length), min(self.micro_batch, length)
+        for first in range(0, len(unrolls), together):
+            starts = range(0, length, span)
+            yield (
+                slice(first, min(first + together, len(unrolls))),
+                [(start, min(start + span, length)) for start in reversed(starts)],
+            )
+
+    @torch.no_grad()
+    def _values(self, observations: Sequence[Tensor]) -> Tensor:
+        pieces = torch.stack(list(observations)).split(self.micro_batch)
+        return torch.cat([self.model(piece.to(self.device))[1] for piece in pieces])
+
+    def _accumulate(self, unrolls: Unrolls, last_values: Tensor, last_targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradient and the statistics of a part; returns its first values and targets, [B] each."""
+        shape = (len(unrolls), len(unrolls.actions))
+        observations = unrolls.observations
+        flat = observations[0] if len(unrolls) == 1 else torch.cat(list(observations))  # [B * T, ...]
+        logits, values = self.model(flat.to(self.device))
+        logits, values = logits.view(*shape, -1).transpose(0, 1), values.view(shape).t()  # [T, B, ...]
+        losses, targets = impala_losses(
+            logits.cpu(),
+            values.cpu(),
+            unrolls,
+            last_values.cpu(),
+            last_targets.cpu(),
+            gamma=self.config.training.gamma,
+            clip_rho=self.hyper.vtrace_clip_rho_threshold,
+            clip_c=self.hyper.vtrace_clip_c_threshold,
+            clip_pg_rho=self.hyper.vtrace_clip_pg_rho_threshold,
+        )
+        weight = unrolls.valid.flatten().float()
+        per_sample = losses.policy + self.hyper.value_coef * losses.value - self.hyper.entropy_coef * losses.entropy
+        (per_sample.flatten() @ weight).backward()
+        with torch.no_grad():
+            values = values.detach().cpu()
+            errors = targets - values
+            seen = (*losses, torch.ones_like(targets), targets, targets.square(), errors, errors.square())
+            self.learner.stats += (torch.stack([x.flatten() for x in seen]) @ weight).to(self.device)
+        return values[0], targets[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.learner.state_dict(), "reward_normalizer": self.normalize_rewards.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state["optimizer"])
+        self.normalize_rewards.load_state_dict(state["reward_normalizer"])

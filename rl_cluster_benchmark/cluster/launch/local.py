@@ -1,0 +1,43 @@
+"""`rlcb launch local`: several nodes on this machine, to try a distributed run without a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.cluster import placement
+from rl_cluster_benchmark.cluster.launch.command import TrainCommand, interpreter
+from rl_cluster_benchmark.cluster.launch.processes import Lines, LocalProcess, NodeProcess
+from rl_cluster_benchmark.cluster.launch.supervise import supervise
+from rl_cluster_benchmark.cluster.network import free_port
+from rl_cluster_benchmark.run.stop import Signals
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalEngine:
+    def __init__(self, command: TrainCommand, num_nodes: int) -> None:
+        self.command = command
+        # The nodes share the cores; each would take all of them.
+        share = str(max(1, hardware.detect().usable_cores // num_nodes))
+        self._workers = [] if command.config.parallel.num_workers else ["--workers-per-node", share]
+
+    def available(self, wanted: int) -> int:
+        return wanted
+
+    def start(self, num_nodes: int, attempt: int, lines: Lines) -> Sequence[NodeProcess]:
+        port = free_port()
+        environ = os.environ | {placement.ATTEMPT_VARIABLE: str(attempt), "PYTHONUNBUFFERED": "1"}
+        calls = [
+            self.command.for_node(rank, num_nodes=num_nodes, address=LOOPBACK, port=port, attempt=attempt)
+            for rank in range(num_nodes)
+        ]
+        return [
+            LocalProcess(f"node {rank}", [interpreter(None), *call, *self._workers], lines, environ)
+            for rank, call in enumerate(calls)
+        ]
+
+
+def launch(command: TrainCommand, num_nodes: int, signals: Signals) -> int:
+    return supervise(LocalEngine(command, num_nodes), command.config.cluster, num_nodes, signals)

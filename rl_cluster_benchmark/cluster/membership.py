@@ -1,0 +1,126 @@
+"""Who is still there. Every node says so at the store once a second and listens for the others.
+
+A store that does not answer blocks its caller, so a thread with a connection of its own does the talking; the training
+process only looks at what the thread has heard, and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from rl_cluster_benchmark.errors import TrainingFailedError
+
+SECONDS_BETWEEN_BEATS = 1.0
+MISSED_BEATS = 3  # until a node is suspected, once something else has gone wrong
+SECONDS_TO_LEARN_A_REASON = 5.0
+SECONDS_TO_SAY_GOODBYE = 15.0
+FAILED = "failed"  # key of the first failure's reason
+
+
+class Membership:
+    def __init__(self, connect: Callable[[timedelta], Any], rank: int, labels: Sequence[str], timeout: float) -> None:
+        self.rank, self.labels, self.timeout = rank, labels, timeout
+        self.memory = 0  # bytes that this node uses, told to the others
+        self._others = [other for other in range(len(labels)) if other != rank]
+        self._beats: dict[int, str] = {}
+        self._memory_of: dict[int, int] = {}
+        self._heard_at = dict.fromkeys([*self._others, rank], time.monotonic())
+        self._failure: tuple[int, str] | None = None
+        self._leaving = threading.Event()
+        self._store = connect(timedelta(seconds=timeout))
+        self._thread = threading.Thread(target=self._talk, name="rlcb-membership", daemon=True)
+        self._thread.start()
+
+    def memory_elsewhere(self) -> int:
+        return sum(self._memory_of.values())
+
+    def check(self) -> None:
+        """Raise when another node has failed, or has not been heard of for `timeout` seconds."""
+        if self._failure is not None:
+            raise TrainingFailedError(self._told_reason())
+        for other, seconds in self._silences():
+            if seconds > self.timeout:
+                raise TrainingFailedError(
+                    f"{self.labels[other]} has not been heard of for {seconds:.0f} s (cluster.timeout is "
+                    f"{self.timeout:g}); the last checkpoint is intact, and --resume goes on from it."
+                )
+
+    def explain(self, error: TrainingFailedError) -> TrainingFailedError:
+        """A broken connection says little: wait a moment for its reason, or for whoever has fallen silent."""
+        deadline = time.monotonic() + min(self.timeout, SECONDS_TO_LEARN_A_REASON)
+        while time.monotonic() < deadline:
+            if self._failure is not None:
+                return TrainingFailedError(self._told_reason())
+            time.sleep(0.05)
+        silent = [self.labels[n] for n, seconds in self._silences() if seconds > MISSED_BEATS * SECONDS_BETWEEN_BEATS]
+        if silent:
+            return TrainingFailedError(f"Lost contact with {' and '.join(silent)}. {error}")
+        return error
+
+    def report_failure(self, reason: str) -> None:
+        """Tell the others why this node stops; the first reason given is the one all report."""
+        with contextlib.suppress(Exception):  # the store may be what has failed
+            self._leave()
+            self._store.compare_set(FAILED, "", json.dumps([self.rank, reason]))
+            if self.rank == 0:  # the store ends with this process: leave the others time to read it
+                time.sleep(2 * SECONDS_BETWEEN_BEATS)
+
+    def leave(self) -> None:
+        """A good end. The head, whose process holds the store, goes last."""
+        with contextlib.suppress(Exception):
+            self._leave()
+            self._store.set(f"left/{self.rank}", "")
+            deadline = time.monotonic() + SECONDS_TO_SAY_GOODBYE
+            while self.rank == 0 and self._others and time.monotonic() < deadline:
+                if self._store.check([f"left/{other}" for other in self._others]):
+                    break
+                time.sleep(0.05)
+
+    def _leave(self) -> None:
+        self._leaving.set()
+        self._thread.join(timeout=2 * SECONDS_BETWEEN_BEATS)
+
+    def _told_reason(self) -> str:
+        assert self._failure is not None
+        rank, reason = self._failure
+        return f"{self.labels[rank]} stopped: {reason}"
+
+    def _silences(self) -> list[tuple[int, float]]:
+        """(node, seconds since it was heard of), longest first. Without the store, nobody but the head is to blame."""
+        now = time.monotonic()
+        reference = self._heard_at[self.rank]  # when the store last answered
+        if now - reference > MISSED_BEATS * SECONDS_BETWEEN_BEATS and self.rank != 0:
+            return [(0, now - reference)]
+        silences = [(other, now - self._heard_at[other]) for other in self._others]
+        return sorted(silences, key=lambda item: -item[1])
+
+    def _talk(self) -> None:
+        beat = 0
+        while not self._leaving.is_set():
+            try:
+                beat += 1
+                self._store.set(f"beat/{self.rank}", f"{beat} {self.memory}")
+                self._listen()
+                self._heard_at[self.rank] = time.monotonic()
+            except Exception:  # no answer from the store: the silence is what check() sees
+                pass
+            self._leaving.wait(SECONDS_BETWEEN_BEATS)
+
+    def _listen(self) -> None:
+        for other in self._others:
+            if not self._store.check([f"beat/{other}"]):
+                continue
+            text = self._store.get(f"beat/{other}").decode()
+            if text != self._beats.get(other):
+                self._beats[other], self._heard_at[other] = text, time.monotonic()
+                self._memory_of[other] = int(text.split()[1])
+        if self._failure is None and self._store.check([FAILED]):
+            rank, reason = json.loads(self._store.get(FAILED))
+            if rank != self.rank:
+                self._failure = (rank, reason)

@@ -1,0 +1,84 @@
+"""Which of this machine's addresses and interfaces the others can reach: the one on the route to the head."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from rl_cluster_benchmark.errors import UserError
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    address: str
+    interface: str
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+
+
+def endpoint(master_addr: str, master_port: int, interface: str | None) -> Endpoint:
+    """Where this machine talks to the others: `interface` if it is set, else the route to the head."""
+    if interface is not None:
+        return _endpoint_of(interface)
+    address = _address_towards(resolve(master_addr, master_port))
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in addresses):
+            return Endpoint(address, name)
+    if ipaddress.ip_address(address).is_loopback:  # all of 127.0.0.0/8 is the loopback interface
+        return Endpoint(address, "lo")
+    raise UserError(f"No network interface has the address {address}; set cluster.interface.")
+
+
+def resolve(host: str, port: int) -> str:
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(
+            f"The head's name {host} cannot be resolved here ({error.strerror or error}); give an address that all "
+            "machines know with --master-addr."
+        ) from None
+
+
+def is_own_address(host: str, port: int) -> bool:
+    """Does this machine have that address?"""
+    address = resolve(host, port)
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return True
+    own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    return address.partition("%")[0] in own
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _endpoint_of(interface: str) -> Endpoint:
+    interfaces = psutil.net_if_addrs()
+    if interface not in interfaces:
+        raise UserError(f"cluster.interface = {interface} does not exist here; there are {', '.join(interfaces)}.")
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in interfaces[interface]:
+            if entry.family == family:
+                return Endpoint(entry.address, interface)
+    raise UserError(f"cluster.interface = {interface} has no address.")
+
+
+def _address_towards(address: str) -> str:
+    """The local address of packets to there. Connecting a datagram socket sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as error:
+            raise UserError(
+                f"There is no route to the head at {address} ({error.strerror}); check the network, or give another "
+                "address with --master-addr."
+            ) from None
+        return str(probe.getsockname()[0])

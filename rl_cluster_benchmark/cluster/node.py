@@ -1,0 +1,159 @@
+"""One machine's way through a distributed run: meet the others, agree on the work, train, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_cluster_benchmark import config_files, hardware
+from rl_cluster_benchmark.cluster import placement
+from rl_cluster_benchmark.cluster.rendezvous import Cluster, Interrupted, meet
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.run.stop import Signals
+
+CHUNK = 1 << 20  # of a checkpoint on its way through the store
+SECONDS_TO_SEE_A_FILE = 15.0  # network filesystems show a new file late
+
+
+def train(config: Config, signals: Signals, node_rank: int | None, train_head: Callable[[Cluster], int]) -> int:
+    """Returns the exit status. `train_head` is what the head does, from its run directory to its summary."""
+    place = placement.find(config, node_rank)
+    if place.num_nodes > 1:
+        who = "this machine" if place.rank is None else f"node {place.rank}"
+        print(
+            f"Waiting for {place.num_nodes} machines at {place.master_addr}:{place.master_port} "
+            f"({who}, from {place.source})",
+            flush=True,
+        )
+    try:
+        cluster = meet(config, place, signals)
+        with _told_to_others(cluster):
+            return train_head(cluster) if cluster.is_head else _follow(cluster)
+    except Interrupted:
+        return 128 + (signals.received or 0)
+
+
+@contextlib.contextmanager
+def _told_to_others(cluster: Cluster) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, TrainingFailedError, OSError) as error:
+        cluster.membership.report_failure(str(error))
+        raise
+    except Interrupted:
+        cluster.membership.report_failure("a signal came before training began.")
+        raise
+    except BaseException as error:
+        cluster.membership.report_failure(f"{type(error).__name__}: {error}")
+        raise
+    cluster.membership.leave()
+
+
+def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, Any] | None) -> Config:
+    """The config with the machines that are here. A run that goes on keeps its environments, whoever shares them."""
+    num_nodes, per_worker = len(cluster.nodes), config.parallel.num_envs_per_worker
+    changes: dict[str, object] = {"cluster.num_workers": num_nodes, "mode": "distributed"}
+    if config.cluster.min_nodes is not None:
+        changes["cluster.min_nodes"] = min(config.cluster.min_nodes, num_nodes)
+    if per_worker is not None:
+        before = resumed_from["config"]["env"]["num_envs"] if resumed_from is not None else None
+        changes |= {
+            "env.num_envs": before or cluster.num_workers * per_worker,
+            "parallel.num_envs_per_worker": None,
+        }
+    agreed = config_files.build(config_files.to_dict(config), changes, source="this cluster")
+    if agreed.env.num_envs < cluster.num_workers:
+        raise UserError(
+            f"{agreed.env.num_envs} environments cannot be shared by the {cluster.num_workers} workers of "
+            f"{num_nodes} machines; use more --num-envs, or fewer --workers-per-node."
+        )
+    return agreed
+
+
+def agree_on_work(
+    cluster: Cluster, config: Config, root: Path, checkpoint: Path | None, progress: dict[str, Any]
+) -> None:
+    """On the head: tell the others what to train and from where, and wait until all are ready to."""
+    token = root / f".seen-by-all-{uuid.uuid4().hex}"
+    content = checkpoint.read_bytes() if checkpoint is not None else b""
+    chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
+    for index, chunk in enumerate(chunks):
+        cluster.store.set(f"checkpoint/{index}", chunk)
+    token.write_text(token.name)
+    try:
+        cluster.publish(
+            "work",
+            {
+                "config": config_files.to_dict(config),
+                "progress": progress,
+                "chunks": len(chunks),
+                "token": str(token.resolve()),
+            },
+        )
+        for rank in range(1, len(cluster.nodes)):
+            cluster.read(f"ready/{rank}")
+    finally:
+        token.unlink(missing_ok=True)
+        for index in range(len(chunks)):
+            cluster.store.delete_key(f"checkpoint/{index}")
+
+
+def _follow(cluster: Cluster) -> int:
+    from rl_cluster_benchmark.execution import distributed
+
+    label = cluster.label(cluster.rank)
+    work = cluster.read("work")
+    config = config_files.build(work["config"], {}, source="the head's config")
+    if config.cluster.shared_filesystem:
+        _check_sees(Path(work["token"]), label, cluster.nodes[0].name)
+    config, plan = config_of_this_node(config, cluster)
+    plan = hardware.compiled(config, plan)
+    with _received_checkpoint(cluster, work["chunks"]) as path:
+        cluster.publish(f"ready/{cluster.rank}", True)
+        print(f"{label}: {plan.num_workers} workers, the head is {cluster.nodes[0].name}", flush=True)
+        distributed.follow(cluster, config, plan, path, work["progress"])
+    print(f"{label}: {'stopped by a signal' if cluster.signals.received else 'finished'}", flush=True)
+    return 0 if cluster.signals.received is None else 128 + cluster.signals.received
+
+
+def config_of_this_node(config: Config, cluster: Cluster) -> tuple[Config, hardware.Plan]:
+    """The head's config is everybody's but for the number of workers, which is each machine's own."""
+    own = {"parallel.num_workers": cluster.nodes[cluster.rank].num_workers}
+    config = config_files.build(config_files.to_dict(config), own, source="this cluster")
+    return config, hardware.plan(config)
+
+
+@contextlib.contextmanager
+def _received_checkpoint(cluster: Cluster, num_chunks: int) -> Iterator[Path | None]:
+    """The head's checkpoint as a file here, for as long as the run lasts."""
+    if num_chunks == 0:
+        yield None
+        return
+    with tempfile.NamedTemporaryFile(prefix="rlcb-", suffix=".pt") as file:
+        for index in range(num_chunks):
+            file.write(cluster.store.get(f"checkpoint/{index}"))
+        file.flush()
+        yield Path(file.name)
+
+
+def _check_sees(token: Path, label: str, head: str) -> None:
+    deadline = time.monotonic() + SECONDS_TO_SEE_A_FILE
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(token.parent)  # asks a network filesystem anew
+            if token.read_text() == token.name:
+                return
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{label} does not see the run directory {token.parent} of the head ({head}): choose an --output-dir "
+                "on a filesystem that all machines share, or set cluster.shared_filesystem=false if only the head "
+                "needs it (a restart then needs the same head)."
+            )
+        time.sleep(0.2)

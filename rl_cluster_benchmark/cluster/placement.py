@@ -1,0 +1,99 @@
+"""Which node of how many this process is, and where the head is: from flags, torchrun's variables, or SLURM's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import UserError
+
+ATTEMPT_VARIABLE = "RLCB_ATTEMPT"  # set by `rlcb launch`: nodes of an attempt that failed do not meet those of the next
+
+
+@dataclass(frozen=True)
+class Placement:
+    rank: int | None  # None: the head is whoever has its address, the others are numbered as they come
+    num_nodes: int
+    master_addr: str
+    master_port: int
+    attempt: str = "0"
+    store_is_there: bool = False  # torchrun's agent runs the store that the nodes meet at
+    source: str = "flags"
+    job: str = ""  # what the engine calls the run: the same when it starts the run again
+    is_restart: bool = False
+
+
+def find(config: Config, node_rank: int | None, environ: Mapping[str, str] = os.environ) -> Placement:
+    if node_rank is not None:
+        return _from_flags(config, node_rank, environ)
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return _from_torchrun(environ)
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+        return _from_slurm(config, environ)
+    return _from_flags(config, None, environ)
+
+
+def _from_flags(config: Config, rank: int | None, environ: Mapping[str, str]) -> Placement:
+    cluster = config.cluster
+    if rank is not None and rank >= cluster.num_workers:
+        raise UserError(
+            f"--node-rank {rank} is not one of {cluster.num_workers} machines, which are numbered from 0; "
+            "--num-nodes says how many there are."
+        )
+    if rank is None and cluster.num_workers == 1:
+        rank = 0
+    return Placement(
+        rank, cluster.num_workers, cluster.master_addr, cluster.master_port, environ.get(ATTEMPT_VARIABLE, "0")
+    )
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Placement:
+    if int(environ["LOCAL_WORLD_SIZE"]) > 1:
+        raise UserError(
+            f"torchrun started {environ['LOCAL_WORLD_SIZE']} processes on this machine; rlcb starts the workers of a "
+            "machine itself: use torchrun --nproc-per-node 1."
+        )
+    run_id, restarts = environ["TORCHELASTIC_RUN_ID"], environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Placement(
+        rank=int(environ["RANK"]),
+        num_nodes=int(environ["WORLD_SIZE"]),
+        master_addr=environ["MASTER_ADDR"],
+        master_port=int(environ["MASTER_PORT"]),
+        attempt=f"{run_id}-{restarts}",
+        store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        source="torchrun",
+        job=f"torchrun-{run_id}" if run_id != "none" else f"torchrun-agent-{os.getppid()}",
+        is_restart=restarts != "0",
+    )
+
+
+def _from_slurm(config: Config, environ: Mapping[str, str]) -> Placement:
+    if int(environ.get("SLURM_NTASKS_PER_NODE", "1")) > 1:
+        raise UserError(
+            "SLURM starts several tasks on each node; rlcb starts the workers of a machine itself: "
+            "use srun --ntasks-per-node=1."
+        )
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    is_set = config.cluster.master_addr != type(config.cluster).model_fields["master_addr"].default
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    return Placement(
+        rank=int(environ["SLURM_PROCID"]),
+        num_nodes=int(environ["SLURM_NTASKS"]),
+        master_addr=config.cluster.master_addr if is_set else first_host(nodes),
+        master_port=config.cluster.master_port,
+        attempt=f"{environ.get('SLURM_JOB_ID', '')}-{restarts}-{environ['SLURM_STEP_ID']}",
+        source="SLURM",
+        job=f"slurm-{environ.get('SLURM_JOB_ID', '')}",
+        is_restart=restarts != "0",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Of a SLURM node list: `n[03-07,9],m1` starts with n03."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        raise UserError(f"SLURM's node list {nodes!r} names no node; give the head's address with --master-addr.")
+    return "".join(part or "" for part in match.groups())

@@ -1,0 +1,238 @@
+"""Several machines: on each the same workers as in parallel mode; the first worker of each talks to the other machines.
+
+A gradient is summed inside the machine through shared memory, then once per machine over Gloo. With `local_sgd` each
+machine steps by itself and the parameters are averaged every few updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms.impala import Impala
+from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.cluster.rendezvous import Cluster
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.execution.data_parallel import (
+    INTERRUPTED,
+    SMALL_SPARE,
+    TIME_IS_UP,
+    WorkerCourse,
+    vector_size,
+    write_down,
+)
+from rl_cluster_benchmark.execution.leaders import Leaders, LostContactError, Seat
+from rl_cluster_benchmark.execution.loop import Worker, learn
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
+from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.workers import WorkerPool
+from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.run.run import Run
+
+ORDER, SIGNAL = 0, 1  # places in what the parent tells its workers
+
+
+class Node:
+    """One machine's part of the run: its workers, what it tells them, and what they tell it."""
+
+    def __init__(self, cluster: Cluster, config: Config, plan: Plan) -> None:
+        self.cluster, self.config, self.plan = cluster, config, plan
+        self.seat = _seat(cluster, config)
+        shards = np.array_split(np.arange(config.env.num_envs), cluster.num_workers)
+        first = self.seat.first_worker
+        self.shards = [list(map(int, shard)) for shard in shards[first : first + plan.num_workers]]
+        longest = len(shards[0]) * config.training.n_steps
+        self.shared = SharedTensors(
+            {
+                "order": ((2,), torch.int64),
+                "episodes": ((plan.num_workers, longest + 1, 2), torch.float32),  # first row: how many
+            }
+        )
+        minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
+        small = 3 * minibatches + SMALL_SPARE + self.seat.num_nodes
+        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector_size(config), small)
+
+    def train(
+        self, checkpoint: Path | None, progress: dict[str, Any], *, look: Callable[[], int],
+        hear: Callable[[int, str, Any], None],
+    ) -> None:  # fmt: skip
+        """Run the workers to their end. `look` gives the order for them, `hear` gets what they report."""
+        membership, received = self.cluster.membership, self.cluster.signals
+
+        def watch() -> None:
+            order = look()
+            if order == INTERRUPTED:
+                self.shared["order"][SIGNAL] = received.received or 0
+            if order:
+                self.shared["order"][ORDER] = order
+            membership.check()
+
+        args = (self.config, self.plan, self.shards, self.shared, self.memory, checkpoint, progress, self.seat)
+        with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores) as pool:
+            for rank, (kind, content) in pool.messages(watch):
+                if kind == "lost contact":
+                    raise membership.explain(TrainingFailedError(content))
+                if kind == "signal elsewhere":
+                    self.cluster.take_signal(*content)
+                else:
+                    hear(rank, kind, content)
+
+
+def train(run: Run, cluster: Cluster) -> None:
+    """On the head: the same, and write everything down."""
+    node = Node(cluster, run.config, run.plan)
+
+    def look() -> int:
+        return INTERRUPTED if run.interrupted() else TIME_IS_UP if run.should_stop() else 0
+
+    def hear(rank: int, kind: str, content: Any) -> None:
+        if kind == "started":
+            if rank == 0:  # it says so when all workers of all machines are ready
+                run.start()
+        else:
+            write_down(run, kind, content)
+
+    node.train(run.resumed_path, run.progress_state(), look=look, hear=hear)
+
+
+def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
+    """On every other machine."""
+    node = Node(cluster, config, plan)
+    signals = cluster.signals
+    node.train(
+        checkpoint,
+        progress,
+        look=lambda: INTERRUPTED if signals.received is not None else 0,
+        hear=lambda rank, kind, content: None,
+    )
+
+
+def _seat(cluster: Cluster, config: Config) -> Seat:
+    return Seat(
+        node_rank=cluster.rank,
+        num_nodes=len(cluster.nodes),
+        first_worker=sum(node.num_workers for node in cluster.nodes[: cluster.rank]),
+        total_workers=cluster.num_workers,
+        store=cluster.address,
+        prefix=cluster.prefix,
+        interface=cluster.nodes[cluster.rank].interface,
+        timeout=config.cluster.timeout,
+        compression=config.cluster.compression,
+    )
+
+
+def _work(
+    rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
+    memory: SharedTensors, checkpoint_path: Path | None, progress: dict[str, Any], seat: Seat,
+) -> None:  # fmt: skip
+    """In a worker."""
+    from rl_cluster_benchmark.run import checkpoint
+
+    hardware.prepare_process(plan.num_threads)
+    course = NodeCourse(rank, connection, config, shared, progress, seat)
+    try:
+        leaders = Leaders(seat) if rank == 0 and seat.num_nodes > 1 else None
+        beyond = (leaders.sum if leaders else _the_leader_does) if seat.num_nodes > 1 else None
+        everywhere = SharedMemoryReducer(memory, rank, course.clock, beyond)
+        course.reduce, course.leaders = everywhere, leaders
+        alone = config.cluster.sync == "local_sgd"
+        reduce: Reducer = WithinMachine(everywhere) if alone else everywhere
+        state = checkpoint.load(checkpoint_path) if checkpoint_path else None
+        worker = Worker.build(config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state)
+        course.worker = worker
+        learn(worker, course, everywhere)
+    except LostContactError as error:
+        connection.send(("message", ("lost contact", str(error))))
+
+
+def _the_leader_does(total: Tensor) -> None:
+    raise AssertionError("only the first worker of a machine talks to the others")
+
+
+class WithinMachine:
+    """The sum over the workers of this machine only."""
+
+    def __init__(self, everywhere: SharedMemoryReducer) -> None:
+        self._everywhere = everywhere
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self._everywhere.sum(tensor)
+
+    def vector(self, size: int) -> Tensor:
+        return self._everywhere.vector(size)
+
+
+class NodeCourse(WorkerCourse):
+    """A worker's view of a run on several machines. The head's first worker reports to the parent."""
+
+    reduce: SharedMemoryReducer
+    leaders: Leaders | None
+    worker: Worker
+
+    def __init__(
+        self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any],
+        seat: Seat,
+    ) -> None:  # fmt: skip
+        super().__init__(rank, connection, config, shared, progress)
+        self.seat, self.num_workers = seat, seat.total_workers
+        self.reports = rank == 0 and seat.node_rank == 0
+        self._averages = config.cluster.sync == "local_sgd" and seat.num_nodes > 1
+        self._averaged_at = self.updates
+        self._save_is_due = False
+
+    def start(self) -> None:
+        self._meet()  # nothing is written before all machines are ready
+        super().start()
+
+    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+        if self._averages:  # so far they are this machine's
+            mean = self.reduce(torch.tensor([*losses.values()], dtype=torch.float64)) / self.num_workers
+            losses = dict(zip(losses, mean.tolist(), strict=True))
+        super().record(steps, episodes, losses)
+        if self._averages and self.updates % self.config.cluster.sync_every == 0:
+            self.average()
+
+    def average(self) -> None:
+        """Give all machines the mean of their parameters and optimiser states."""
+        leaders, algorithm = self.leaders, self.worker.algorithm
+        assert not isinstance(algorithm, Impala)
+        on_policy = algorithm.on_policy
+        for vector in on_policy.learner.vectors():
+            self.reduce.share(vector, leaders.average if leaders else _the_leader_does)
+        self.worker.model.weights_changed()
+        scale = on_policy.normalize_rewards.scale
+        mine = torch.tensor([scale.mean, scale.variance, scale.count], dtype=torch.float64)
+        scale.mean, scale.variance, scale.count = (self.reduce(mine) / self.num_workers).tolist()
+        self._averaged_at = self.updates
+
+    def finished_episodes(self) -> Tensor | None:
+        here = super().finished_episodes()
+        return self.leaders.gather(here) if self.leaders is not None and here is not None else here
+
+    def checkpoint_due(self) -> bool:
+        """Between two averages a machine's parameters are its own: save when they are everybody's."""
+        self._save_is_due |= super().checkpoint_due()
+        due = self._save_is_due and (not self._averages or self._averaged_at == self.updates)
+        self._save_is_due &= not due
+        return due
+
+    def finish(self, state: dict[str, Any]) -> None:
+        signals = torch.zeros(self.seat.num_nodes, dtype=torch.float64)
+        if self.rank == 0:
+            signals[self.seat.node_rank] = float(self.shared["order"][SIGNAL])
+        self.reduce(signals)
+        if self.rank == 0 and signals.any():
+            node = int(signals.argmax())
+            self._send("signal elsewhere", (node, int(signals[node])))
+        if self._averages and self._averaged_at != self.updates:
+            self.average()
+            state = self.worker.state()
+        super().finish(state)

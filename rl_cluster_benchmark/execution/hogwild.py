@@ -1,0 +1,255 @@
+"""A3C (Mnih et al., 2016): workers that update shared parameters without locks and without waiting for each other.
+
+Each worker copies the parameters, collects a rollout with the copy, and lets the optimiser step with its own gradient
+on what the parameters are by then. Parameters and the optimiser's statistics lie in shared memory. With one worker this
+is A2C, number for number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms.a2c import A2C
+from rl_cluster_benchmark.algorithms.learner import Learner
+from rl_cluster_benchmark.algorithms.on_policy import mean_of
+from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.algorithms.reduction import Alone
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.execution import times
+from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP, give_orders
+from rl_cluster_benchmark.execution.loop import Worker
+from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.workers import WorkerPool
+from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.run import Run
+from rl_cluster_benchmark.timing import PhaseClock
+
+CACHE_LINE = 8  # of 8-byte numbers: rows that different workers write do not share one
+STEPS, UPDATES, DONE = range(3)  # columns of the counters
+NAP_SECONDS = 0.001
+
+
+def train(run: Run) -> None:
+    """In the parent: start the workers, write down what they report, tell them when to stop."""
+    config, plan, num_workers = run.config, run.plan, run.plan.num_workers
+    shards = deal(config.env.num_envs, num_workers)
+    shared = SharedTensors(_layout(config, num_workers))
+    args = (config, plan, shards, shared, run.resumed_path, run.progress_state())
+    seconds_before = dict(run.clock.seconds)
+    reports: list[dict[str, Any]] = []
+    final_state = None
+
+    def record() -> None:
+        """As many updates as there are workers count as one: as much experience as an update of A2C."""
+        run.clock.seconds = times.mean_phases(shared["times"], seconds_before)
+        run.worker_cpu_seconds = times.cpu_seconds(shared["times"])
+        run.record(**_together(reports))
+        reports.clear()
+
+    with WorkerPool(_work, num_workers, args, plan.cores) as pool:
+        started = 0
+        for rank, (kind, content) in pool.messages(lambda: give_orders(run, shared["order"])):
+            if kind == "started":
+                print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
+                started += 1
+                if started == num_workers:
+                    run.start()
+                    shared["go"][0] = 1
+            elif kind == "record":
+                reports.append(content)
+                if len(reports) == num_workers:
+                    record()
+            elif kind == "save":
+                run.save(checkpoint.unpack(content))
+            elif kind == "final state":
+                final_state = checkpoint.unpack(content)
+        if reports:
+            record()
+        assert final_state is not None
+        run.finish(final_state)
+
+
+def _layout(config: Config, num_workers: int) -> times.Layout:
+    size = Task.of(config).num_parameters
+    moments = OPTIMIZERS[config.training.optimizer].MOMENTS
+    return {
+        "order": ((1,), torch.int64),
+        "go": ((1,), torch.int64),
+        "parameters": ((size,), torch.float32),
+        "optimizer_steps": ((1,), torch.float32),
+        **{f"moment_{name}": ((size,), torch.float32) for name in moments},
+        "counters": ((num_workers, CACHE_LINE), torch.int64),
+        "returns": ((num_workers, CACHE_LINE), torch.float64),
+        **times.layout(num_workers),
+    }
+
+
+def _together(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    lags = [report["lag"] for report in reports]
+    return {
+        "steps": sum(report["steps"] for report in reports),
+        "episodes": [episode for report in reports for episode in report["episodes"]],
+        "losses": mean_of([report["losses"] for report in reports]),
+        "asynchrony": {"async/policy_lag": sum(lags) / len(lags), "async/policy_lag_max": float(max(lags))},
+    }
+
+
+def _work(
+    rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
+    resumed_path: Path | None, progress: dict[str, Any],
+) -> None:  # fmt: skip
+    """In a worker: the loop of every worker, with the parameters behind its learner shared."""
+    hardware.prepare_process(plan.num_threads)
+    course = HogwildCourse(rank, connection, config, shared, progress)
+    state = checkpoint.load(resumed_path) if resumed_path else None
+    worker = Worker.build(config, plan, env_ids=shards[rank], reduce=Alone(), course=course, checkpoint=state)
+    assert isinstance(worker.algorithm, A2C)
+    on_policy = worker.algorithm.on_policy
+    share(on_policy.learner, shared, fill=rank == 0)
+    on_policy.normalize_rewards.reduce = SumSinceLastTime(shared["returns"], rank)
+
+    def fetch() -> None:
+        with course.clock.phase("communication"):
+            course.version = course.count(UPDATES)
+            on_policy.learner.flat.copy_(shared["parameters"])
+            worker.model.weights_changed()
+
+    _learn(worker, course, fetch)
+
+
+def _learn(worker: Worker, course: HogwildCourse, fetch: Callable[[], None]) -> None:
+    course.start()
+    while not course.is_complete():
+        fetch()
+        rollout = worker.collector.collect(course.updates, course.should_stop)
+        if rollout is None:
+            break
+        with course.clock.phase("update"):
+            losses = worker.algorithm.update(
+                rollout, index=course.updates, progress=course.fraction, interrupted=course.interrupted
+            )
+        course.record(rollout.num_steps, rollout.episodes, losses)
+        if course.checkpoint_due():
+            fetch()
+            course.save(worker.state())
+    course.wait_for_all()
+    fetch()
+    course.finish(worker.state())
+
+
+def share(learner: Learner, shared: SharedTensors, *, fill: bool) -> None:
+    """Let the learner's optimiser work on the shared parameters and statistics; one worker fills them first."""
+    optimizer = learner.optimizer
+    if fill:
+        shared["parameters"].copy_(learner.flat)
+        shared["optimizer_steps"].fill_(float(optimizer.steps))
+        for name, tensor in optimizer.moments.items():
+            shared[f"moment_{name}"].copy_(tensor)
+    optimizer.parameters = shared["parameters"]
+    optimizer.steps = shared["optimizer_steps"][0]
+    optimizer.moments = {name: shared[f"moment_{name}"] for name in optimizer.moments}
+
+
+class SumSinceLastTime:
+    """What this worker adds, and what the others have added since it last asked: a sum that nobody waits for."""
+
+    def __init__(self, table: Tensor, rank: int) -> None:
+        self._table, self._rank = table, rank
+        self._seen: Tensor | None = None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        size = tensor.numel()
+        self._table[self._rank, :size] += tensor
+        everyone = self._table[:, :size].clone()
+        everyone[self._rank] = 0.0
+        others = everyone.sum(0)
+        news = others if self._seen is None else others - self._seen
+        self._seen = others
+        return tensor + news
+
+    def vector(self, size: int) -> Tensor:
+        raise NotImplementedError("statistics only: gradients are not summed here")
+
+
+class HogwildCourse:
+    """A worker's view of the run: its own updates, and everybody's steps."""
+
+    def __init__(
+        self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any]
+    ) -> None:
+        self.rank, self.connection, self.config, self.shared = rank, connection, config, shared
+        self.clock = PhaseClock()
+        self.time = times.TimeKeeper(shared["times"][rank], self.clock)
+        self.updates = progress["updates"]  # of this worker, from where the run was resumed
+        self.version = 0
+        self._steps_before, self._elapsed_before = progress["steps"], progress["elapsed"]
+
+    def count(self, column: int) -> int:
+        """Over all workers, since the start of this process."""
+        return int(self.shared["counters"][:, column].sum())
+
+    @property
+    def fraction(self) -> float:
+        training = self.config.training
+        elapsed = self._elapsed_before + self.time.elapsed
+        by_time = elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
+        return min(1.0, max((self._steps_before + self.count(STEPS)) / training.total_timesteps, by_time))
+
+    def is_complete(self) -> bool:
+        return self._steps_before + self.count(STEPS) >= self.config.training.total_timesteps
+
+    def should_stop(self) -> bool:
+        order = int(self.shared["order"][0])
+        return order == INTERRUPTED or (order == TIME_IS_UP and self.count(UPDATES) > 0)
+
+    def interrupted(self) -> bool:
+        return int(self.shared["order"][0]) == INTERRUPTED
+
+    def start(self) -> None:
+        self._send("started", None)
+        while not int(self.shared["go"][0]) and not self.should_stop():
+            time.sleep(NAP_SECONDS)
+        self.time.start()
+        self._saved_at = time.perf_counter()
+
+    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+        mine = self.shared["counters"][self.rank]
+        lag = self.count(UPDATES) - self.version  # updates by others while this one was made
+        mine[STEPS] += steps
+        mine[UPDATES] += 1
+        self.updates += 1
+        self.time.write()
+        self._send("record", {"steps": steps, "episodes": list(episodes), "losses": losses, "lag": lag})
+
+    def checkpoint_due(self) -> bool:
+        minutes = (time.perf_counter() - self._saved_at) / 60
+        every = self.updates % self.config.training.save_interval == 0
+        return self.rank == 0 and (every or minutes > self.config.logging.checkpoint_minutes)
+
+    def save(self, state: dict[str, Any]) -> None:
+        self._send("save", checkpoint.pack(state))
+        self._saved_at = time.perf_counter()
+
+    def wait_for_all(self) -> None:
+        """Nobody changes the parameters any more."""
+        counters = self.shared["counters"]
+        counters[self.rank, DONE] = 1
+        while self.count(DONE) < len(counters):
+            time.sleep(NAP_SECONDS)
+
+    def finish(self, state: dict[str, Any]) -> None:
+        if self.rank == 0:
+            self._send("final state", checkpoint.pack(state))
+
+    def _send(self, kind: str, content: Any) -> None:
+        self.connection.send(("message", (kind, content)))

@@ -1,0 +1,182 @@
+"""The first of IMPALA's learners: it hands out unrolls, publishes weights, counts, and reports to the parent."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rl_cluster_benchmark.algorithms.impala import Impala
+from rl_cluster_benchmark.algorithms.on_policy import learning_rate, mean_of
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.execution.claims import MOST, Claims
+from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.times import Layout, TimeKeeper
+from rl_cluster_benchmark.execution.unrolls import UnrollStore
+from rl_cluster_benchmark.execution.waiting import wait_until
+from rl_cluster_benchmark.execution.weights import PublishedWeights
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.timing import PhaseClock
+
+REPLAY = -1  # in place of an unroll's row: one from the learner's own replay
+
+
+class Board:
+    """What all learners have to know of a step. The leader writes it; all have read it when their gradients meet."""
+
+    @staticmethod
+    def layout(config: Config) -> Layout:
+        return {
+            "step": ((1,), torch.int64),  # the number of the step that is described here; written last
+            "stop": ((1,), torch.int64),
+            "rows": ((config.unrolls_per_step,), torch.int64),
+            "rate": ((1,), torch.float64),
+            "reward_divisor": ((1,), torch.float64),
+        }
+
+    def __init__(self, shared: SharedTensors, group_size: int) -> None:
+        self._step, self._stop, self._rows = (shared[name].numpy() for name in ("step", "stop", "rows"))
+        self._rate, self._divisor = shared["rate"].numpy(), shared["reward_divisor"].numpy()
+        self.group_size = max(group_size, -(-len(self._rows) // MOST))
+        self.num_groups = -(-len(self._rows) // self.group_size)
+
+    def announce(self, step: int, rows: NDArray[np.int64], rate: float, divisor: float) -> None:
+        self._rows[:], self._rate[0], self._divisor[0] = rows, rate, divisor
+        self._step[0] = step
+
+    def stop(self) -> None:
+        self._stop[0] = 1
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self._stop[0])
+
+    def wait(self, step: int, clock: PhaseClock) -> bool:
+        """Is there such a step?"""
+        wait_until(lambda: self._step[0] >= step or self.stopped, clock)
+        return bool(self._step[0] >= step)
+
+    @property
+    def rate(self) -> float:
+        return float(self._rate[0])
+
+    @property
+    def divisor(self) -> float:
+        return float(self._divisor[0])
+
+    def group(self, number: int) -> list[int]:
+        return self._rows[number * self.group_size : (number + 1) * self.group_size].tolist()
+
+
+class Leader:
+    def __init__(
+        self, config: Config, shared: SharedTensors, board: Board, claims: Claims, store: UnrollStore,
+        weights: PublishedWeights, algorithm: Impala, connection: Connection, keeper: TimeKeeper,
+        progress: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.config, self.board, self.claims, self.store, self.weights = config, board, claims, store, weights
+        self.algorithm, self.connection, self.keeper = algorithm, connection, keeper
+        self._order = shared["order"].numpy()
+        self.steps, self.updates, self._elapsed_before = progress["steps"], progress["updates"], progress["elapsed"]
+        self.steps_per_update = max(1, round(config.env.num_envs / config.unrolls_per_step))
+        self._done: list[dict[str, float]] = []  # losses of the steps of the update in hand
+        self._new_steps, self._lags, self._ages, self._in_use = 0, [], [], []  # type: ignore[var-annotated]
+        self._rows = np.empty(0, dtype=np.int64)
+        self._count = 0
+        self._saved_at = time.perf_counter()
+
+    def hand_out(self, clock: PhaseClock) -> None:
+        """Announce the next step as soon as there are unrolls enough for it, or that there will be none."""
+        replayed = self._replayed()
+        wanted = self.config.unrolls_per_step - replayed
+        found = self.store.full()
+
+        def ready() -> bool:
+            nonlocal found
+            found = self.store.full()
+            return len(found) >= wanted or self._should_stop()
+
+        wait_until(ready, clock)
+        if self._should_stop():
+            self.board.stop()
+            return
+        self._rows = found[:wanted]
+        self._note(len(found))
+        rows = np.concatenate([self._rows, np.full(replayed, REPLAY)])
+        self._count += 1
+        self.claims.offer(range(self.board.num_groups))
+        rate = learning_rate(self.config.training, self._fraction)
+        self.board.announce(self._count, rows, rate, self.algorithm.normalize_rewards.scale.divisor)
+
+    def step_done(self, losses: dict[str, float]) -> bool:
+        """All learners have taken the step; True when that ends an update."""
+        self.store.release(self._rows)
+        self.weights.publish(self.algorithm.learner.flat)
+        self._done.append(losses)
+        return len(self._done) == self.steps_per_update
+
+    def record(self) -> None:
+        """Report an update, or as much of one as was done."""
+        if not self._done:
+            return
+        self.updates += 1
+        self.steps += self._new_steps
+        lags = self._lags or [0.0]
+        asynchrony = {
+            "async/policy_lag": float(np.mean(lags)),
+            "async/policy_lag_max": float(np.max(lags)),
+            "async/unroll_age": float(np.mean(self._ages or [0.0])),
+            "async/slots_in_use": float(np.mean(self._in_use)) / self.store.capacity,
+        }
+        self._send("record", {"steps": self._new_steps, "losses": mean_of(self._done), "asynchrony": asynchrony})
+        self._done, self._new_steps, self._lags, self._ages, self._in_use = [], 0, [], [], []
+
+    def checkpoint_due(self) -> bool:
+        minutes = (time.perf_counter() - self._saved_at) / 60
+        every = self.updates % self.config.training.save_interval == 0
+        return every or minutes > self.config.logging.checkpoint_minutes
+
+    def save(self, state: dict[str, Any], kind: str = "save") -> None:
+        self._send(kind, checkpoint.pack(state))
+        self._saved_at = time.perf_counter()
+
+    def _note(self, in_use: int) -> None:
+        """Statistics of the unrolls about to be learned from."""
+        rows = self._rows
+        self._new_steps += int(self.store["valid"][torch.from_numpy(rows)].sum())
+        self._lags += (self.weights.version - self.store.versions(rows)).tolist()
+        self._ages += self.store.ages(rows).tolist()
+        self._in_use.append(in_use)
+        self.algorithm.normalize_rewards.scale.add(
+            *self.store["return_moments"][torch.from_numpy(rows)].sum(0).tolist()
+        )
+
+    def _replayed(self) -> int:
+        """How many of the next step's unrolls are to be old ones: over many steps the fraction asked for."""
+        if self._count == 0:  # there are none yet
+            return 0
+        per_step = self.config.impala.replay_fraction * self.config.unrolls_per_step
+        return int((self._count + 1) * per_step) - int(self._count * per_step)
+
+    @property
+    def _fraction(self) -> float:
+        training = self.config.training
+        elapsed = self._elapsed_before + self.keeper.elapsed
+        by_time = elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
+        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+
+    def _should_stop(self) -> bool:
+        """An update in hand is finished, but for a signal."""
+        order = int(self._order[0])
+        if order == INTERRUPTED:
+            return True
+        complete = self.steps >= self.config.training.total_timesteps
+        return not self._done and (complete or (order == TIME_IS_UP and self.updates > 0))
+
+    def _send(self, kind: str, content: Any) -> None:
+        self.connection.send(("message", (kind, content)))

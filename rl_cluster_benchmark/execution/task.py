@@ -1,0 +1,37 @@
+"""What a parent process has to know of the environment and the network to lay out the memory its workers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.envs import make_env
+from rl_cluster_benchmark.models import make_model
+
+
+@dataclass(frozen=True)
+class Task:
+    observation_shape: tuple[int, ...]
+    observation_dtype: torch.dtype
+    num_actions: int
+    num_parameters: int
+
+    @classmethod
+    def of(cls, config: Config) -> Task:
+        """By building one environment and one network."""
+        env = make_env(config.env, [0], num_threads=1)
+        model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
+        return cls(
+            env.observation_shape,
+            torch.from_numpy(np.empty(0, env.observation_dtype)).dtype,
+            env.num_actions,
+            sum(parameter.numel() for parameter in model.parameters()),
+        )
+
+
+def deal(num_envs: int, num_workers: int) -> list[list[int]]:
+    """The environments of each worker."""
+    return [list(map(int, shard)) for shard in np.array_split(np.arange(num_envs), num_workers)]

@@ -1,0 +1,32 @@
+"""How far apart those who act and those who learn were, over a whole run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Asynchrony:
+    """Of each metric the mean over the updates; of one called `_max` the largest; of a count (system/) the last."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            before = self._sums.get(name, 0.0)
+            if name.endswith("_max"):
+                self._sums[name], self._counts[name] = max(before, value), 1
+            elif name.startswith("system/"):
+                self._sums[name], self._counts[name] = value, 1
+            else:
+                self._sums[name], self._counts[name] = before + value, self._counts.get(name, 0) + 1
+
+    def summary(self) -> dict[str, float]:
+        return {name.rpartition("/")[2]: total / self._counts[name] for name, total in self._sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "counts": dict(self._counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])

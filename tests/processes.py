@@ -1,0 +1,46 @@
+"""Runs of several processes that a test starts, disturbs and ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from conftest import ROOT, environment
+
+
+@contextmanager
+def running(*args: object) -> Iterator[subprocess.Popen[str]]:
+    """`rlcb train` with these arguments, in the background; gone afterwards, whatever the test does."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl_cluster_benchmark", "train", *map(str, args)],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def wait_for_updates(output: Path, label: str, count: int, process: subprocess.Popen[str]) -> None:
+    log = output / "logs" / label / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not log.exists() or log.read_text().count("\n") < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for_line(text: str, process: subprocess.Popen[str]) -> str:
+    """Read its output until the text appears; returns what was read."""
+    read = ""
+    for line in process.stdout:
+        read += line
+        if text in line:
+            return read
+    raise AssertionError(f"{text!r} never appeared in:\n{read}")

@@ -1,0 +1,221 @@
+"""Distributed mode with real processes on this machine, over the loopback interface: the same maths, the same end."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, environment
+
+from rl_cluster_benchmark import cli, training
+from rl_cluster_benchmark.cluster import node
+from rl_cluster_benchmark.cluster.network import free_port
+from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.run.stop import Signals
+
+TINY = (
+    "--env", "Catch-v0", "--set", "training.n_steps=32", "--set", "parallel.pin=never", "--num-envs", 16,
+    "--batch-size", 128, "--num-threads", 1, "--set", "hardware.precision=float32", "--set", "cluster.timeout=6",
+    "--set", "logging.tensorboard=false",
+)  # fmt: skip
+FOREVER = 100_000_000
+
+
+class Nodes:
+    """The processes of a run, one per pretended machine."""
+
+    def __init__(self) -> None:
+        self.processes = []
+        self.port = free_port()
+
+    def start(self, output, *args, nodes=2, workers=1, algorithm="ppo", timesteps=2500, each=lambda rank: ()):
+        for rank in range(nodes):
+            call = ["train", "--algorithm", algorithm, "--mode", "distributed", *TINY, "--num-nodes", nodes]
+            call += ["--workers-per-node", workers, "--master-addr", "127.0.0.1", "--master-port", self.port]
+            call += ["--node-rank", rank, "--total-timesteps", timesteps, "--output-dir", output, *args, *each(rank)]
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)],
+                    cwd=ROOT,
+                    env=environment(),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        return self.processes
+
+    def ends(self, timeout=60):
+        """[(exit status, output)] of all."""
+        texts = [process.communicate(timeout=timeout)[0] for process in self.processes]
+        return [(process.returncode, text) for process, text in zip(self.processes, texts, strict=True)]
+
+    def workers(self):
+        children = [c for p in self.processes for c in psutil.Process(p.pid).children()]
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.fixture
+def nodes():
+    started = Nodes()
+    yield started
+    started.kill()
+
+
+def train(output, *args, **kwargs):
+    started = Nodes()
+    try:
+        started.start(output, *args, **kwargs)
+        ends = started.ends()
+        assert [status for status, _ in ends] == [0] * len(ends), ends
+        return ends
+    finally:
+        started.kill()
+
+
+def metrics(output, label="PPO_Distributed"):
+    return [json.loads(line) for line in (output / "logs" / label / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(output):
+    return json.loads((output / "training_summary.json").read_text())
+
+
+def wait_for_updates(output, count, nodes):
+    log = output / "logs" / "PPO_Distributed" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not log.exists() or log.read_text().count("\n") < count:
+        assert all(process.poll() is None for process in nodes.processes), nodes.ends()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def assert_gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+def sequential_state(output, algorithm):
+    """The reference, trained in this process: it starts no other."""
+    args = ["train", "--algorithm", algorithm, *TINY, "--total-timesteps", 2500, "--output-dir", output]
+    config = cli.config_from(cli.build_parser().parse_args(list(map(str, args))))
+    assert training.train(config, Signals()) == 0
+    return checkpoint.load(output / "checkpoints" / f"{algorithm}_sequential_final.pt")
+
+
+@pytest.mark.parametrize(("algorithm", "shapes"), [("ppo", [(2, 2), (1, 4)]), ("a2c", [(2, 1)])])
+def test_several_machines_do_the_same_maths_as_one_process(algorithm, shapes, tmp_path):
+    """(machines, workers on each): the parameters of sequential mode after several updates, to rounding."""
+    reference = sequential_state(tmp_path / "sequential", algorithm)
+    assert reference["progress"]["updates"] >= 5
+    for nodes, workers in shapes:
+        name = f"{nodes}x{workers}"
+        train(tmp_path / name, nodes=nodes, workers=workers, algorithm=algorithm)
+        state = checkpoint.load(tmp_path / name / "checkpoints" / f"{algorithm}_distributed_final.pt")
+        assert state["progress"]["steps"] == reference["progress"]["steps"], name
+        for key, tensor in reference["model"].items():
+            torch.testing.assert_close(state["model"][key], tensor, atol=2e-5, rtol=1e-3, msg=f"{name}: {key}")
+        scale = state["algorithm"]["reward_normalizer"]
+        assert scale == pytest.approx(reference["algorithm"]["reward_normalizer"]), name
+        assert state["progress"]["episodes"]["count"] == reference["progress"]["episodes"]["count"], name
+        assert (summary(tmp_path / name)["num_workers"], len(summary(tmp_path / name)["nodes"])) == (
+            4 if algorithm == "ppo" else 2,
+            nodes,
+        )
+
+
+@pytest.mark.parametrize("victim", ["worker", "head", "silent node"])
+def test_the_loss_of_a_part_ends_all_with_the_reason(victim, nodes, tmp_path):
+    output = tmp_path / "run"
+    head, other = nodes.start(output, "--set", "training.save_interval=2", timesteps=FOREVER)
+    wait_for_updates(output, 4, nodes)
+    workers = nodes.workers()
+    assert len(workers) == 2
+    lost_at = time.monotonic()
+    if victim == "worker":
+        next(worker for worker in workers if worker.ppid() == other.pid).kill()
+        survivors, reason = nodes.ends(timeout=20), "Worker 0 was killed by SIGKILL"
+        assert survivors[1][0] == 1
+        assert "Node 1 (" in survivors[0][1]
+    elif victim == "head":
+        head.kill()
+        survivors, reason = nodes.ends(timeout=20)[1:], "Lost contact with Node 0"
+    else:
+        for process in (psutil.Process(other.pid), *psutil.Process(other.pid).children()):
+            process.suspend()
+        text, _ = head.communicate(timeout=20)
+        survivors, reason = [(head.returncode, text)], "Node 1 ("
+        other.kill()
+    assert time.monotonic() - lost_at < 15
+    for status, text in survivors:
+        assert status == 1, text
+        assert reason in text, text
+        assert "Traceback" not in text
+    assert_gone(workers)
+    if victim != "head":
+        assert summary(output)["state"] == "failed"
+        assert reason in summary(output)["reason"]
+    assert list((output / "checkpoints").glob("*.pt"))
+
+
+def test_a_signal_to_one_machine_stops_all_and_the_run_goes_on_with_fewer(nodes, tmp_path):
+    output = tmp_path / "run"
+    _, other = nodes.start(output, timesteps=FOREVER, workers=2)
+    wait_for_updates(output, 3, nodes)
+    os.kill(other.pid, signal.SIGUSR1)
+    for status, text in nodes.ends(timeout=20):
+        assert status == 128 + signal.SIGUSR1, text
+    assert summary(output)["state"] == "interrupted"
+    first = summary(output)
+    train(output, "--resume", nodes=1, workers=1, timesteps=first["total_timesteps"] + 1000)
+    second = summary(output)
+    assert second["num_envs"] == first["num_envs"] == 16
+    lines = metrics(output)
+    assert [line["update"] for line in lines] == list(range(1, second["total_updates"] + 1))
+    assert lines[first["total_updates"]]["step"] > first["total_timesteps"], "no step is counted twice"
+
+
+def test_machines_must_agree(nodes, tmp_path):
+    nodes.start(tmp_path / "run", each=lambda rank: ("--seed", rank))
+    for status, text in nodes.ends():
+        assert status == 2, text
+        assert "was started with env.seed = 1, the head" in text
+        assert "Traceback" not in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_that_others_do_not_see_is_refused(nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "SECONDS_TO_SEE_A_FILE", 0.3)
+    with pytest.raises(UserError, match="does not see the run directory"):
+        node._check_sees(tmp_path / ".seen-by-all", "Node 1 (b)", "a")
+    (tmp_path / ".seen-by-all").write_text(".seen-by-all")
+    node._check_sees(tmp_path / ".seen-by-all", "Node 1 (b)", "a")
+
+
+def test_a_head_that_comes_back_late_writes_no_more(tmp_path):
+    directory = RunDirectory(tmp_path, tmp_path / "checkpoints", tmp_path / "logs", "ppo_distributed")
+    late = directory.claim(may_hold_a_run=True)
+    late.check()
+    with pytest.raises(UserError, match="is in use by another run"):
+        directory.claim(may_hold_a_run=True, patience=0.3)
+    fcntl.flock(late.descriptor, fcntl.LOCK_UN)  # as when its machine is cut off from the filesystem
+    now = directory.claim(may_hold_a_run=True)
+    now.check()
+    with pytest.raises(TrainingFailedError, match="taken over"):
+        late.check()
+    for claim in (late, now):
+        claim.release()

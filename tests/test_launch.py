@@ -1,0 +1,235 @@
+"""`rlcb launch`: what can run on any machine. The real engines are driven by cluster_tests (make test-cluster)."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT, environment, rlcb
+from test_distributed import FOREVER, TINY, metrics, summary
+
+from rl_cluster_benchmark.cluster import placement
+from rl_cluster_benchmark.cluster.launch import jobs
+from rl_cluster_benchmark.cluster.launch.command import TrainCommand
+from rl_cluster_benchmark.cluster.launch.slurm import Slurm
+from rl_cluster_benchmark.cluster.launch.ssh import Host, read_hosts
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import UserError
+
+
+@pytest.fixture
+def launched():
+    """Start `rlcb launch local`; whatever the test does, everything is gone afterwards."""
+    started = []
+
+    def start(*args):
+        call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "local", *map(str, args)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen(call, cwd=ROOT, env=environment(), text=True, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.communicate()
+
+
+def wait_for_updates(output, count, process):
+    deadline = time.monotonic() + 90
+    log = output / "logs" / "PPO_Distributed" / "metrics.jsonl"
+    while not log.exists() or log.read_text().count("\n") < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def nodes_of(process):
+    """Its node processes by rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children():
+        words = child.cmdline()
+        found[int(words[words.index("--node-rank") + 1])] = child
+    return found
+
+
+def test_a_killed_node_is_started_again_and_the_run_is_continuous(launched, tmp_path):
+    output = tmp_path / "run"
+    process = launched(
+        "--nodes", 2, "--", "train", *TINY, "--workers-per-node", 1, "--total-timesteps", 15_000,
+        "--output-dir", output, "--set", "training.save_interval=3",
+    )  # fmt: skip
+    wait_for_updates(output, 5, process)
+    nodes_of(process)[1].kill()
+    text, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, text
+    assert "[node 1] Waiting for 2 machines" in text
+    assert "Restart 1 of 3, from the last checkpoint." in text
+    assert "Resumed from" in text
+    assert "Traceback" not in text
+    done = summary(output)
+    assert (done["state"], done["num_envs"]) == ("finished", 16)
+    lines = metrics(output)
+    assert [line["update"] for line in lines] == list(range(1, done["total_updates"] + 1))
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps))
+
+
+def test_a_signal_to_the_launcher_ends_all(launched, tmp_path):
+    output = tmp_path / "run"
+    process = launched(
+        "--nodes", 2, "--", "train", *TINY, "--workers-per-node", 1, "--total-timesteps", FOREVER,
+        "--output-dir", output,
+    )  # fmt: skip
+    wait_for_updates(output, 3, process)
+    everybody = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGTERM)
+    text, _ = process.communicate(timeout=40)
+    assert process.returncode == 128 + signal.SIGTERM, text
+    assert summary(output)["state"] == "interrupted"
+    _, alive = psutil.wait_procs(everybody, timeout=5)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("local", "--nodes", 2), "Say what to launch behind --"),
+        (("local", "--nodes", 2, "--", "evaluate"), "Say what to launch behind --"),
+        (("local", "--", "train", "--mode", "parallel"), "is for --mode distributed, not parallel"),
+        (("local", "--", "train", "--node-rank", 1), "rlcb launch numbers the machines"),
+        (("ssh", "--hosts", "/nowhere/hosts", "--", "train"), "The hosts file /nowhere/hosts does not exist"),
+        (("slurm", "--nodes", 2, "--time", "soon", "--dry-run", "--", "train"), "--time soon is not understood"),
+        (("pbs", "--nodes", 2, "--time", "1-00:00:00", "--dry-run", "--", "train"), "PBS writes it as HH:MM:SS"),
+        (("local", "--nodes", 2, "--", "train", "--set", "cluster.min_nodes=3"), "is more than the 2 machines"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_answered_with_a_sentence(args, sentence, tmp_path):
+    done = rlcb("launch", *args, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_slurm_script(tmp_path):
+    done = rlcb(
+        "launch", "slurm", "--nodes", 3, "--cpus-per-node", 8, "--time", "08:00:00", "--partition", "cpu", "--account",
+        "me", "--memory", "16G", "--activate", "source venv/bin/activate", "--option=--exclusive", "--dry-run", "--",
+        "train", "--env", "coinrun", "--output-dir", "a run", "--overwrite",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in ("--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--time=08:00:00", "--partition=cpu",
+                 "--account=me", "--mem=16G", "--requeue", "--signal=USR1@120", "--exclusive"):  # fmt: skip
+        assert f"#SBATCH {line}\n" in done.stdout, line
+    assert "source venv/bin/activate || exit 2" in done.stdout
+    assert "--output-dir 'a run'" in done.stdout
+    assert "resume=(--overwrite)" in done.stdout
+    assert_shell_accepts(done.stdout, tmp_path)
+
+
+def test_pbs_script(tmp_path):
+    done = rlcb(
+        "launch", "pbs", "--nodes", 3, "--cpus-per-node", 8, "--time", "01:00:00", "--queue", "work", "--dry-run", "--",
+        "train", "--env", "coinrun", "--output-dir", "runs/a",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in ("-l select=3:ncpus=8", "-l walltime=01:00:00", "-q work", "-r y", "-j oe"):
+        assert f"#PBS {line}\n" in done.stdout, line
+    assert "sleep 3480 && kill -USR1" in done.stdout
+    assert_shell_accepts(done.stdout, tmp_path)
+
+
+def assert_shell_accepts(script, tmp_path):
+    (tmp_path / "job.sh").write_text(script)
+    checked = subprocess.run(["bash", "-n", tmp_path / "job.sh"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_slurm_script_turns_statuses_into_requeues(tmp_path):
+    """The generated script, run by bash, with srun and scontrol replaced by notes of how they were called.
+
+    cluster_tests does the same with SLURM itself; this runs on every machine.
+    """
+    for name, body in {
+        "srun": 'echo "$@" >> calls; read -r status < statuses; sed -i 1d statuses; exit "$status"',
+        "scontrol": 'echo "scontrol $@" >> calls',
+        "sleep": ":",
+    }.items():
+        tool = tmp_path / name
+        tool.write_text(f"#!/bin/bash\n{body}\n")
+        tool.chmod(0o755)
+    options = jobs.JobOptions(nodes=2, directory=str(tmp_path))
+    command = TrainCommand.parse(["train", "--overwrite", "--set", "cluster.max_restarts=2"], num_nodes=2)
+    (tmp_path / "job.sh").write_text(Slurm().distributed_script(command, options))
+
+    def run(*statuses, restarts=0):
+        (tmp_path / "calls").write_text("")
+        (tmp_path / "statuses").write_text("".join(f"{status}\n" for status in statuses))
+        environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "20007"}
+        environ |= {"SLURM_RESTART_COUNT": str(restarts)}
+        done = subprocess.run(["bash", tmp_path / "job.sh"], env=environ, capture_output=True, text=True, timeout=20)
+        return done.returncode, (tmp_path / "calls").read_text().splitlines()
+
+    status, calls = run(0)
+    assert (status, len(calls)) == (0, 1)
+    assert calls[0].endswith("--master-port 20007 --overwrite")
+    status, calls = run(1, 1, 0)
+    assert (status, len(calls)) == (0, 3)
+    assert [call.split()[-1] for call in calls] == ["--overwrite", "--resume", "--resume"]
+    assert run(1, 1, 1)[0] == 1
+    assert run(2) == (2, run(2)[1])
+    assert len(run(2)[1]) == 1, "a wrong input is not tried again"
+    for preempted in (138, 143):
+        status, calls = run(preempted, restarts=1)
+        assert calls[0].endswith("--resume")
+        assert calls[1:] == ["scontrol requeue 20007"]
+
+
+def test_hosts(tmp_path):
+    file = tmp_path / "hosts.txt"
+    file.write_text("# head first\nme@a addr=10.0.0.1 workers=4\nb\n\nb\n")
+    assert read_hosts(str(file)) == [Host("me@a", "10.0.0.1", 4), Host("b", "b")]
+    assert read_hosts("a,b") == [Host("a", "a"), Host("b", "b")]
+    file.write_text("a slots=4")
+    with pytest.raises(UserError, match="slots=4 is not understood"):
+        read_hosts(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("08:30:00", 30600), ("45", 2700), ("10:30", 630), ("1-02:00:00", 93600), ("2-12", 216000)],
+)
+def test_time_limits_are_read_as_the_batch_systems_do(text, expected):
+    assert jobs.seconds(text) == expected
+
+
+def test_where_a_node_is():
+    config = Config.model_validate({"mode": "distributed", "cluster": {"num_workers": 3, "master_addr": "h"}})
+    assert placement.find(config, 2, {}).rank == 2
+    assert placement.find(config, None, {}).rank is None
+    with pytest.raises(UserError, match="--node-rank 3 is not one of 3 machines"):
+        placement.find(config, 3, {})
+    torchrun = {
+        "TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "m",
+        "MASTER_PORT": "5", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3",
+    }  # fmt: skip
+    found = placement.find(config, None, torchrun)
+    assert (found.rank, found.num_nodes, found.master_addr, found.master_port) == (1, 2, "m", 5)
+    assert found.store_is_there
+    assert found.attempt == "x-3"
+    with pytest.raises(UserError, match="--nproc-per-node 1"):
+        placement.find(config, None, torchrun | {"LOCAL_WORLD_SIZE": "4"})
+    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[03-07,9],m1"}
+    found = placement.find(config, None, slurm)
+    assert (found.rank, found.num_nodes, found.master_addr, found.source) == (1, 2, "h", "SLURM")
+    assert [placement.first_host(text) for text in ("n[03-07,9],m1", "a,b", "a", "n[1-2]-ib")] == [
+        "n03",
+        "a",
+        "a",
+        "n1-ib",
+    ]
+    assert placement.find(config, None, {"SLURM_JOB_NODELIST": "n1"}).source == "flags", "inside sbatch, but not srun"
