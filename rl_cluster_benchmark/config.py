@@ -309,8 +309,9 @@ class HardwareConfig(Section):
     )
     engine: Literal["auto", "native", "torch"] = Field(
         "auto",
-        description="What computes the IMPALA-CNN: native is this package's C code for one core and bfloat16; auto is "
-        "native in processes of one thread on CPUs with AMX or AVX512-BF16 where there is a C compiler, else torch.",
+        description="What computes the IMPALA-CNN or the Nature-CNN: native is this package's C code for one core and "
+        "bfloat16; auto is native in processes of one thread on CPUs with AMX or AVX512-BF16 where there is a C "
+        "compiler, else torch.",
     )
     micro_batch: Int | None = Field(
         None, ge=1, description="Samples per backward pass, gradients added up to the minibatch; null fits the cache."

@@ -107,7 +107,8 @@ def _kernels() -> Finding:
     except ImportError:
         return Finding("C kernels", WARNING, "need torch")
     if pooling.available():
-        rest = "and the native network" if network.available() else "(no native network: it needs AVX512-BF16 or AMX)"
+        native = all(network.available(architecture) for architecture in network.SOURCES)
+        rest = "and the native networks" if native else "(no native network: it needs AVX512-BF16 or AMX)"
         return Finding("C kernels", OK, f"max-pooling {rest}: compiled, and equal to torch")
     return Finding("C kernels", WARNING, "not used: training is slower", "install a C compiler (apt-get install gcc)")
 

@@ -130,7 +130,8 @@ def compiled(config: Config, plan: Plan) -> Plan:
     from rl_cluster_benchmark.kernels import network, pooling
 
     pooling.available()
-    if plan.engine == "native" and not network.available():
+    architecture = "impala" if config.model.architecture == "auto" else config.model.architecture
+    if plan.engine == "native" and not network.available(architecture):
         if config.hardware.engine == "native":
             raise UserError("hardware.engine = native needs AMX or AVX512-BF16 and a C compiler; see rlcb doctor.")
         return dataclasses.replace(plan, engine="torch")
@@ -186,9 +187,12 @@ def _engine(config: Config, threads: int, precision: str) -> str:
         "one thread per process": threads == 1,
         "hardware.device cpu": config.hardware.device == "cpu",
         "hardware.memory_format channels_last": config.hardware.memory_format == "channels_last",
-        "the IMPALA-CNN": config.env.game is not None and config.model.architecture in ("auto", "impala"),
-        "1 to 3 stages with channels in multiples of 16": len(config.model.channels) <= 3
-        and all(channels % 16 == 0 and channels <= 256 for channels in config.model.channels),
+        "the IMPALA-CNN or the Nature-CNN": config.env.game is not None and config.model.architecture != "mlp",
+        "1 to 3 stages with channels in multiples of 16": config.model.architecture == "nature"
+        or (
+            len(config.model.channels) <= 3
+            and all(channels % 16 == 0 and channels <= 256 for channels in config.model.channels)
+        ),
         "model.hidden_size in multiples of 32": config.model.hidden_size % 32 == 0,
     }
     if config.hardware.engine == "native" and not all(suits.values()):

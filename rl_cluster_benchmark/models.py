@@ -18,6 +18,8 @@ from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.kernels.network import NativeTrunk, make_trunk
 from rl_cluster_benchmark.kernels.pooling import max_pool
 
+NATURE_CONVS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # output channels, kernel, stride
+
 
 class ActorCritic(nn.Module):
     """A trunk, and on its features a linear policy head and a linear value head.
@@ -121,7 +123,7 @@ class NatureCNN(nn.Module):
         super().__init__()
         height, width, channels = image_shape
         convs = []
-        for out_channels, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+        for out_channels, kernel, stride in NATURE_CONVS:
             height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
             if height < 1 or width < 1:
                 raise UserError("model.architecture = nature needs images of at least 36 x 36; use impala or mlp.")
@@ -186,8 +188,9 @@ def make_model(
         memory_format=memory_format,
     )
     model = model.to(hardware.device).to(memory_format=memory_format)  # type: ignore[call-overload]
-    if engine == "native" and isinstance(trunk, ImpalaCNN):
-        model.native_trunk = make_trunk(observation_shape, config.channels, list(trunk.parameters()))
+    if engine == "native" and isinstance(trunk, ImpalaCNN | NatureCNN):
+        channels = config.channels if architecture == "impala" else [conv[0] for conv in NATURE_CONVS]
+        model.native_trunk = make_trunk(architecture, observation_shape, channels, list(trunk.parameters()))
     return model
 
 

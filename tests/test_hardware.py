@@ -9,6 +9,7 @@ from conftest import ROOT
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import UserError
 
 
 @pytest.fixture
@@ -40,6 +41,29 @@ def test_plan(machine):
     many = hardware.plan(Config.model_validate({"hardware": {"num_threads": 9, "micro_batch": 32}}))
     assert (many.num_threads, many.micro_batch) == (9, 32)
     assert "Warning: 9 busy threads on 4 cores" in "\n".join(many.lines(Config()))
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [
+        ({}, "native"),
+        ({"channels": [16, 24]}, "torch"),
+        ({"architecture": "nature"}, "native"),
+        ({"architecture": "nature", "channels": [16, 24]}, "native"),
+        ({"architecture": "nature", "hidden_size": 40}, "torch"),
+        ({"architecture": "mlp"}, "torch"),
+    ],
+)
+def test_the_engine_follows_the_network(machine, model, engine):
+    machine(flags=frozenset({"avx512_bf16"}))
+    settings = {"model": model, "hardware": {"num_threads": 1}}
+    assert hardware.plan(Config.model_validate(settings)).engine == engine
+    asked = Config.model_validate({**settings, "hardware": {"num_threads": 1, "engine": "native"}})
+    if engine == "native":
+        assert hardware.plan(asked).engine == "native"
+    else:
+        with pytest.raises(UserError, match="engine = native needs"):
+            hardware.plan(asked)
 
 
 def test_affinity_limits_the_cores():

@@ -1,4 +1,4 @@
-"""The IMPALA-CNN in C against the same computation in torch, rounded to bfloat16 in the same places."""
+"""The networks in C against the same computation in torch, rounded to bfloat16 in the same places."""
 
 import ctypes
 import math
@@ -13,7 +13,8 @@ from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
 from rl_cluster_benchmark.kernels import build, network
 from rl_cluster_benchmark.models import make_model
 
-needs_native = pytest.mark.skipif(not network.available(), reason="needs AVX512-BF16 and a C compiler")
+needs_native = pytest.mark.skipif(not network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
+both = pytest.mark.parametrize("architecture", ["impala", "nature"])
 
 
 class Rounded(torch.autograd.Function):
@@ -28,19 +29,32 @@ class Rounded(torch.autograd.Function):
         return grad.bfloat16().to(grad.dtype)
 
 
-def rounded_trunk(parameters, observations):
+def rounded_inputs(parameters, observations):
+    """The image, the convolutions' parameters and those of the hidden layer."""
+    x = Rounded.apply((observations.permute(0, 3, 1, 2).float() * (1 / 255)).double())
+    weights = [weight.bfloat16().double() for weight in parameters[0::2]]
+    *convs, hidden = zip(weights, (bias.double() for bias in parameters[1::2]), strict=True)
+    return x, convs, hidden
+
+
+def rounded_impala(parameters, observations):
     """What network.c computes, written down with torch's operations in double precision."""
     stored = Rounded.apply
-    x = stored((observations.permute(0, 3, 1, 2).float() * (1 / 255)).double())
-    weights = [weight.bfloat16().double() for weight in parameters[0::2]]
-    convs = list(zip(weights, (bias.double() for bias in parameters[1::2]), strict=True))
-    *convs, hidden = convs
+    x, convs, hidden = rounded_inputs(parameters, observations)
     for first in range(0, len(convs), 5):
         x = F.max_pool2d(stored(F.conv2d(x, *convs[first], padding=1)), kernel_size=3, stride=2, padding=1)
         for i in (first + 1, first + 3):
             inner = stored(F.conv2d(x.relu(), *convs[i], padding=1).relu())
             x = stored(x + F.conv2d(inner, *convs[i + 1], padding=1))
     return F.linear(x.relu().permute(0, 2, 3, 1).flatten(1), *hidden).relu()
+
+
+def rounded_nature(parameters, observations):
+    """What nature.c computes."""
+    x, convs, hidden = rounded_inputs(parameters, observations)
+    for conv, stride in zip(convs, (4, 2, 1), strict=True):
+        x = Rounded.apply(F.conv2d(x, *conv, stride=stride).relu())
+    return F.linear(x.permute(0, 2, 3, 1).flatten(1), *hidden).relu()
 
 
 def parameters_of(model):
@@ -58,9 +72,9 @@ def images(count, size=64):
     return image.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def build_model(channels=(16, 32, 32), hidden_size=256, size=64):
+def build_model(architecture="impala", channels=(16, 32, 32), hidden_size=256, size=64):
     torch.manual_seed(0)
-    config = ModelConfig(architecture="impala", channels=list(channels), hidden_size=hidden_size)
+    config = ModelConfig(architecture=architecture, channels=list(channels), hidden_size=hidden_size)
     model = make_model(config, (size, size, 3), 15, HardwareConfig(), torch.bfloat16, "native")
     assert model.native_trunk is not None
     return model
@@ -77,12 +91,12 @@ def relative_error(ours, theirs):
     [((16, 32, 32), 256, 64, 5), ((32, 64, 64), 256, 64, 2), ((16,), 32, 32, 33), ((48, 16), 64, 32, 17)],
 )
 def test_equals_the_same_computation_in_torch(channels, hidden_size, size, batch):
-    model = build_model(channels, hidden_size, size)
+    model = build_model("impala", channels, hidden_size, size)
     parameters, observations = parameters_of(model), images(batch, size)
     grad = torch.randn(batch, hidden_size, generator=torch.Generator().manual_seed(2))
     out = model.native_trunk(observations)
     out.backward(grad)
-    expected = rounded_trunk(parameters, observations)
+    expected = rounded_impala(parameters, observations)
     assert relative_error(out, expected) < 0.003
     gradients = torch.autograd.grad(expected, parameters, grad)
     for parameter, theirs in zip(parameters, gradients, strict=True):
@@ -92,11 +106,29 @@ def test_equals_the_same_computation_in_torch(channels, hidden_size, size, batch
 
 
 @needs_native
-def test_is_as_close_to_float32_as_torch_in_bfloat16():
-    model = build_model()
+@pytest.mark.parametrize(("batch", "hidden_size"), [(1, 256), (5, 96), (8, 32), (34, 512)])
+def test_the_nature_cnn_equals_the_same_computation_in_torch(batch, hidden_size):
+    model = build_model("nature", hidden_size=hidden_size)
+    parameters, observations = parameters_of(model), images(batch)
+    grad = torch.randn(batch, hidden_size, generator=torch.Generator().manual_seed(2))
+    out = model.native_trunk(observations)
+    out.backward(grad)
+    expected = rounded_nature(parameters, observations)
+    assert relative_error(out, expected) < 0.001
+    gradients = torch.autograd.grad(expected, parameters, grad.bfloat16().double())
+    for parameter, theirs in zip(parameters, gradients, strict=True):
+        assert relative_error(parameter.grad, theirs) < 0.02
+    with torch.inference_mode():
+        assert torch.equal(model.native_trunk(observations), out)
+
+
+@needs_native
+@both
+def test_is_as_close_to_float32_as_torch_in_bfloat16(architecture):
+    model = build_model(architecture)
     observations = images(8)
     parameters_of(model)
-    exact = network.torch_trunk(list(model.trunk.parameters()), observations)
+    exact = network.SOURCES[architecture].in_torch(list(model.trunk.parameters()), observations)
     ours = model.native_trunk(observations)
     model.native_trunk = None
     theirs = model._features(observations)
@@ -104,8 +136,9 @@ def test_is_as_close_to_float32_as_torch_in_bfloat16():
 
 
 @needs_native
-def test_gradients_add_up_over_passes_and_follow_new_weights():
-    model = build_model()
+@both
+def test_gradients_add_up_over_passes_and_follow_new_weights(architecture):
+    model = build_model(architecture)
     observations = images(6)
     first, second = observations[:4], observations[4:]
     model.native_trunk(observations).sum().backward()
@@ -122,37 +155,46 @@ def test_gradients_add_up_over_passes_and_follow_new_weights():
 
 
 @needs_native
-def test_a_forward_pass_in_between_is_noticed():
+@pytest.mark.parametrize("for_training", [True, False])
+def test_a_forward_pass_in_between_is_noticed(for_training):
     model = build_model()
     out = model.native_trunk(images(2))
-    model.native_trunk(images(2))
+    with torch.set_grad_enabled(for_training):
+        model.native_trunk(images(2))
     with pytest.raises(RuntimeError, match="another forward pass"):
         out.sum().backward()
 
 
 @needs_native
-def test_not_a_number_is_not_lost():
-    model = build_model()
+@both
+def test_not_a_number_is_not_lost(architecture):
+    model = build_model(architecture)
     with torch.no_grad():
-        model.trunk.stages[0].conv.weight[3, 1, 1, 1] = math.nan
+        next(model.trunk.parameters())[3, 1, 1, 1] = math.nan
     model.weights_changed()
     assert model.native_trunk(images(1)).isnan().any()
 
 
 @needs_native
 def test_shapes_it_does_not_compute_are_left_to_torch():
+    rest = (15, HardwareConfig(), torch.bfloat16, "native")
     for channels, size in (((8, 16), 64), ((16, 32, 32, 32), 64), ((16,), 36)):
         config = ModelConfig(architecture="impala", channels=list(channels))
-        model = make_model(config, (size, size, 3), 15, HardwareConfig(), torch.bfloat16, "native")
-        assert model.native_trunk is None
+        assert make_model(config, (size, size, 3), *rest).native_trunk is None
+    for hidden_size, shape in ((40, (64, 64, 3)), (64, (84, 84, 3)), (64, (64, 64, 4))):
+        config = ModelConfig(architecture="nature", hidden_size=hidden_size)
+        assert make_model(config, shape, *rest).native_trunk is None
+    contiguous = HardwareConfig(memory_format="contiguous")
+    config = ModelConfig(architecture="nature")
+    assert make_model(config, (64, 64, 3), 15, contiguous, torch.bfloat16, "native").native_trunk is None
 
 
 @needs_native
-def test_the_code_for_amx_agrees_with_torch_too(tmp_path):
+@both
+def test_the_code_for_amx_agrees_with_torch_too(tmp_path, architecture):
     """With the tiles emulated in plain C: few machines have them."""
     library = tmp_path / "emulated.so"
-    header, source = ROOT / "tests" / "emulated_amx.h", build.FOLDER / "network.c"
-    subprocess.run(["cc", *build.FLAGS, "-include", str(header), str(source), "-o", str(library)], check=True)
-    emulated = ctypes.CDLL(str(library))
-    emulated.network_create.restype = ctypes.c_void_p
-    assert network.agrees_with_torch(emulated)
+    header, source = ROOT / "tests" / "emulated_amx.h", network.SOURCES[architecture]
+    file = build.FOLDER / source.file
+    subprocess.run(["cc", *build.FLAGS, "-include", str(header), str(file), "-o", str(library)], check=True)
+    assert network.agrees_with_torch(ctypes.CDLL(str(library)), source)

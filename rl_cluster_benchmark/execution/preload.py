@@ -32,7 +32,8 @@ def _load() -> None:
     from rl_cluster_benchmark.kernels import network, pooling
 
     pooling.available()
-    network.available()
+    for architecture in network.SOURCES:
+        network.available(architecture)
     if game := os.environ.get(GAME_VARIABLE):
         load_envpool()
         qt = _qt_core()

@@ -10,12 +10,11 @@
  * are one run of 3 * channels elements, and a convolution is a matrix product with three such runs.
  */
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__) /* else the library is empty */
-#include "tiles.h"
+#include "dense.h"
 
 #define MAX_STAGES 8
 #define STAGE_CONVS 5 /* the first one, and two in each of the two residual blocks */
 #define RGB 4         /* observations have three channels; the fourth is zero */
-#define SLACK 4096    /* elements that may be read before and behind a buffer */
 #define STRIP_BYTES (AMX ? 36 << 10 : 24 << 10) /* of the first-level cache, for a part of a weight gradient */
 
 typedef struct {
@@ -34,15 +33,12 @@ typedef struct {
 } Stage;
 
 typedef struct {
-    int height, width, num_stages, num_features, hidden;
+    int height, width, num_stages;
     Stage stages[MAX_STAGES];
-    bf16 *hidden_forward, *hidden_backward; /* packed weights */
-    float *hidden_bias;
+    Dense hidden;
     long sample_size; /* bytes of what a sample saves for backward */
     int capacity;     /* samples that can be saved */
     uint8_t *saved;
-    bf16 *features, *grad_features; /* [capacity][num_features] */
-    bf16 *grad_hidden; /* and its transpose, and room for 16 features of all samples */
     bf16 *pixels;     /* framed observation, 4 channels */
     int16_t *unpooled;
     bf16 *sum[2];     /* framed images that need not be saved */
@@ -50,10 +46,6 @@ typedef struct {
     bf16 *transposed, *paired;
     float *first_gradient;
 } Network;
-
-INLINE int smaller(int a, int b) { return a < b ? a : b; }
-
-INLINE long round_up(long value, long unit) { return (value + unit - 1) / unit * unit; }
 
 INLINE long framed_size(int height, int width, int channels) { return (long)(height + 2) * (width + 2) * channels; }
 
@@ -79,13 +71,6 @@ typedef struct {
 /* bfloat16 as integers of the same order, and back. */
 INLINE __m256i ordered(__m256i bits) {
     return _mm256_xor_si256(bits, _mm256_srli_epi16(_mm256_srai_epi16(bits, 15), 1));
-}
-
-INLINE __m512 relu(__m512 values) { return _mm512_max_ps(_mm512_setzero_ps(), values); /* NaN stays */ }
-
-INLINE __m512 where_positive(const bf16 *mask, __m512 values) {
-    const __m256i bits = _mm256_loadu_si256((const __m256i *)mask);
-    return _mm512_maskz_mov_ps(_mm256_cmpgt_epi16_mask(bits, _mm256_setzero_si256()), values);
 }
 
 INLINE void finish(const Finish how, Ends ends, long place, __m512 sum) {
@@ -209,22 +194,6 @@ DEFINE_CONVOLUTION(convolve_plain, PLAIN)
 
 /* ---- Gradients of weights -------------------------------------------------------------------------------------- */
 
-/* 32 pixels of 16 channels -> out[16][32]; adds the sum over the pixels to *total. Of the pixels, `run` lie in a row, then
- * two that belong to a frame are left out. */
-INLINE void transpose_block(const int run, const bf16 *image, int channels, bf16 *out, long stride, __m512 *total) {
-    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-    __m512i pairs[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) {
-        const bf16 *from = image + (2 * i + 2 * i / run * 2) * channels;
-        pairs[i] = interleave(_mm256_loadu_si256((const __m256i *)from), _mm256_loadu_si256((const __m256i *)(from + channels)));
-        *total = _mm512_dpbf16_ps(*total, (__m512bh)pairs[i], ones);
-    }
-    transpose(pairs);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + i * stride, pairs[i]);
-}
-
 /* Rows of a framed image -> [channels][pixels], without the frame; adds the sums over the pixels to total[channels]. */
 static void transpose_rows(const bf16 *image, int channels, int width, int first, int rows, bf16 *out, long stride, float *total) {
     for (int c = 0; c < channels; c += LANES) {
@@ -270,46 +239,6 @@ static void pair_pixels(const bf16 *pixels, int width, int rows, bf16 *out) {
             const __m512i window = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)from));
             _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_loadu_si512(order), window));
         }
-}
-
-/* gradient[16 rows][16] += left[16][2 pairs] x right; for `count` (1 or 3) right matrices and gradients, spaced by steps. */
-INLINE void add_products(const int count, const bf16 *left, long stride, const bf16 *right, long right_step, int pairs,
-                         float *gradient, long row, long gradient_step) {
-#if AMX
-    tiles_see_memory();
-    _tile_loadd(0, gradient, 4 * row);
-    if (count > 1) {
-        _tile_loadd(1, gradient + gradient_step, 4 * row);
-        _tile_loadd(2, gradient + 2 * gradient_step, 4 * row);
-    }
-    for (int k = 0; k < pairs; k += TILE_PAIRS) {
-        const bf16 *from = right + (long)k * PACKED_PAIR;
-        _tile_loadd(3, left + 2 * k, 2 * stride);
-        _tile_loadd(4, from, 64);
-        _tile_dpbf16ps(0, 3, 4);
-        if (count > 1) {
-            _tile_loadd(5, from + right_step, 64);
-            _tile_loadd(6, from + 2 * right_step, 64);
-            _tile_dpbf16ps(1, 3, 5);
-            _tile_dpbf16ps(2, 3, 6);
-        }
-    }
-    _tile_stored(0, gradient, 4 * row);
-    if (count > 1) {
-        _tile_stored(1, gradient + gradient_step, 4 * row);
-        _tile_stored(2, gradient + 2 * gradient_step, 4 * row);
-    }
-#else
-    for (int i = 0; i < count; i++) {
-        __m512 sums[16];
-        float *to = gradient + i * gradient_step;
-#pragma GCC unroll 16
-        for (int r = 0; r < 16; r++) sums[r] = _mm512_loadu_ps(to + r * row);
-        multiply(16, sums, left, stride, right + i * right_step, pairs);
-#pragma GCC unroll 16
-        for (int r = 0; r < 16; r++) _mm512_storeu_ps(to + r * row, sums[r]);
-    }
-#endif
 }
 
 /* Image rows whose part in a weight gradient is computed at a time: what it reads then stays in the first-level cache. */
@@ -478,10 +407,6 @@ static void run_sample(Network *net, const uint8_t *observation, uint8_t *slot, 
         }
 }
 
-typedef struct {
-    float *weights, *bias;
-} Gradient;
-
 static void return_sample(Network *net, const uint8_t *observation, const uint8_t *slot, const bf16 *grad_features,
                           const Gradient *gradients) {
     const bf16 *saved = (const bf16 *)slot;
@@ -516,104 +441,7 @@ static void return_sample(Network *net, const uint8_t *observation, const uint8_
     }
 }
 
-/* ---- The hidden layer -------------------------------------------------------------------------------------------- */
-
-/* out[count][columns] = left[count][2 pairs] x packed, `count` rows of which are stored by finish_hidden. */
-INLINE void multiply_rows(const bf16 *left, long stride, int rows, const bf16 *packed, int pairs, float sums[16][LANES]) {
-#if AMX
-    (void)rows;
-    tiles_see_memory();
-    _tile_zero(0);
-    for (int k = 0; k < pairs; k += TILE_PAIRS) {
-        _tile_loadd(4, left + 2 * k, 2 * stride);
-        _tile_loadd(6, packed + (long)k * PACKED_PAIR, 64);
-        _tile_dpbf16ps(0, 4, 6);
-    }
-    _tile_stored(0, sums, 64);
-#else
-    __m512 total[16];
-    for (int r = 0; r < 16; r++) total[r] = _mm512_setzero_ps();
-    if (rows > 8) multiply(16, total, left, stride, packed, pairs);
-    else if (rows > 4) multiply(8, total, left, stride, packed, pairs);
-    else multiply(4, total, left, stride, packed, pairs);
-    for (int r = 0; r < 16; r++) _mm512_storeu_ps(sums[r], total[r]);
-#endif
-}
-
-static void run_hidden(const Network *net, const bf16 *features, int batch, float *out) {
-    const int pairs = net->num_features / 2;
-    float sums[16][LANES] __attribute__((aligned(64)));
-    for (int c = 0; c < net->hidden; c += LANES) {
-        const __m512 bias = _mm512_loadu_ps(net->hidden_bias + c);
-        for (int b = 0; b < batch; b += 16) {
-            const int rows = smaller(16, batch - b);
-            multiply_rows(features + (long)b * net->num_features, net->num_features, rows,
-                          net->hidden_forward + (long)c / LANES * pairs * PACKED_PAIR, pairs, sums);
-            for (int r = 0; r < rows; r++)
-                _mm512_storeu_ps(out + (long)(b + r) * net->hidden + c, relu(_mm512_add_ps(_mm512_load_ps(sums[r]), bias)));
-        }
-    }
-}
-
-/* From d loss / d out to the hidden layer's gradients and d loss / d features. */
-static void return_hidden(Network *net, const float *out, const float *grad_out, int batch, Gradient gradient) {
-    const int features = net->num_features, hidden = net->hidden, padded = (int)round_up(batch, 32);
-    bf16 *grad = net->grad_hidden, *grad_t = grad + (long)padded * hidden, *paired = grad_t + (long)padded * hidden;
-    for (int b = 0; b < padded; b++)
-        for (int c = 0; c < hidden; c += LANES) {
-            __m512 values = _mm512_setzero_ps();
-            if (b < batch) {
-                const __m512 positive = _mm512_loadu_ps(out + (long)b * hidden + c);
-                values = _mm512_maskz_loadu_ps(_mm512_cmp_ps_mask(positive, _mm512_setzero_ps(), _CMP_NLE_UQ),
-                                               grad_out + (long)b * hidden + c);
-            }
-            store_bf16(grad + (long)b * hidden + c, values);
-        }
-    for (int c = 0; c < hidden; c += LANES) {
-        __m512 total = _mm512_loadu_ps(gradient.bias + c);
-        for (int b = 0; b < padded; b += 32)
-            transpose_block(32, grad + (long)b * hidden + c, hidden, grad_t + (long)c * padded + b, padded, &total);
-        _mm512_storeu_ps(gradient.bias + c, total);
-    }
-    float sums[16][LANES] __attribute__((aligned(64)));
-    for (int f = 0; f < features; f += LANES) {
-        for (int b = 0; b < padded; b += 2) {
-            const bf16 *from = net->features + (long)b * features + f;
-            const __m512i pair = interleave(_mm256_loadu_si256((const __m256i *)from),
-                                            _mm256_loadu_si256((const __m256i *)(from + features)));
-            _mm512_storeu_si512(paired + b / 2 * PACKED_PAIR, pair);
-        }
-        for (int h = 0; h < hidden; h += LANES)
-            add_products(1, grad_t + (long)h * padded, padded, paired, 0, padded / 2,
-                         gradient.weights + (long)h * features + f, features, 0);
-        for (int b = 0; b < batch; b += 16) {
-            const int rows = smaller(16, batch - b);
-            multiply_rows(grad + (long)b * hidden, hidden, rows,
-                          net->hidden_backward + (long)f / LANES * (hidden / 2) * PACKED_PAIR, hidden / 2, sums);
-            for (int r = 0; r < rows; r++) {
-                const long to = (long)(b + r) * features + f;
-                store_bf16(net->grad_features + to, where_positive(net->features + to, _mm512_load_ps(sums[r])));
-            }
-        }
-    }
-}
-
 /* ---- Packing weights --------------------------------------------------------------------------------------------- */
-
-/* 16 rows of floats, `count` long -> packed pairs along the row. */
-static void pack_rows(const float *rows, long stride, int count, bf16 *out) {
-    for (int k = 0; k < count; k += 32) {
-        __m512i words[16];
-        for (int r = 0; r < 16; r++) {
-            const float *from = rows + r * stride + k;
-            const __m256i low = to_bf16(_mm512_loadu_ps(from));
-            const __m256i high = k + 16 < count ? to_bf16(_mm512_loadu_ps(from + 16)) : _mm256_setzero_si256();
-            words[r] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-        }
-        transpose(words);
-        for (int i = 0; i < 16 && (AMX || k + 2 * i < count); i++) _mm512_storeu_si512(out + (k / 2 + i) * PACKED_PAIR, words[i]);
-    }
-}
 
 static void pack_conv(Conv *conv, const float *weights, const float *bias) {
     const int in = conv->in, out = conv->out;
@@ -647,27 +475,10 @@ void network_pack(Network *net, const float *const *weights, const float *const 
     int index = 0;
     for (int s = 0; s < net->num_stages; s++)
         for (int i = 0; i < STAGE_CONVS; i++, index++) pack_conv(&net->stages[s].convs[i], weights[index], biases[index]);
-    const float *matrix = weights[index];
-    const int features = net->num_features, hidden = net->hidden;
-    memcpy(net->hidden_bias, biases[index], sizeof(float) * hidden);
-    for (int h = 0; h < hidden; h += LANES)
-        pack_rows(matrix + (long)h * features, features, features, net->hidden_forward + (long)h / LANES * (features / 2) * PACKED_PAIR);
-    for (int f = 0; f < features; f += LANES)
-        for (int h = 0; h < hidden; h += 2) {
-            const float *from = matrix + (long)h * features + f;
-            _mm512_storeu_si512(net->hidden_backward + ((long)f / LANES * (hidden / 2) + h / 2) * PACKED_PAIR,
-                                interleave(to_bf16(_mm512_loadu_ps(from)), to_bf16(_mm512_loadu_ps(from + features))));
-        }
+    dense_pack(&net->hidden, weights[index], biases[index]);
 }
 
 /* ---- Life -------------------------------------------------------------------------------------------------------- */
-
-static void *allocate(long bytes) {
-    const long size = round_up(bytes + 2 * SLACK * (long)sizeof(bf16), 4096);
-    void *memory = aligned_alloc(4096, size);
-    if (memory) memset(memory, 0, size);
-    return memory;
-}
 
 void network_destroy(Network *net) {
     for (int s = 0; s < net->num_stages; s++)
@@ -675,19 +486,19 @@ void network_destroy(Network *net) {
             Conv *conv = &net->stages[s].convs[i];
             free(conv->forward), free(conv->backward), free(conv->bias);
         }
-    void *buffers[] = {net->hidden_forward, net->hidden_backward, net->hidden_bias, net->saved, net->features,
-                       net->grad_features, net->grad_hidden, net->pixels, net->unpooled, net->sum[0], net->sum[1], net->grad[0], net->grad[1],
+    void *buffers[] = {net->saved, net->pixels, net->unpooled, net->sum[0], net->sum[1], net->grad[0], net->grad[1],
                        net->grad_unpooled, net->transposed, net->paired, net->first_gradient};
     for (unsigned i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
+    dense_destroy(&net->hidden);
     free(net);
 }
 
 /* NULL if the network's shape is not one that this code computes, or there is no memory. */
 Network *network_create(int height, int width, int num_stages, const int *channels, int hidden) {
-    if (num_stages < 1 || num_stages > MAX_STAGES || hidden % 32 || hidden < 32 || !tiles_allowed()) return NULL;
+    if (num_stages < 1 || num_stages > MAX_STAGES || !tiles_allowed()) return NULL;
     Network *net = calloc(1, sizeof *net);
     if (!net) return NULL;
-    net->height = height, net->width = width, net->num_stages = num_stages, net->hidden = hidden;
+    net->height = height, net->width = width, net->num_stages = num_stages;
     long elements = 0, largest = 0, largest_paired = 0;
     int in = RGB, complete = 1;
     for (int s = 0; s < num_stages; s++) {
@@ -722,11 +533,6 @@ Network *network_create(int height, int width, int num_stages, const int *channe
         elements += round_up((long)stage->height * stage->width * stage->channels, 64) / 2;
     }
     net->sample_size = round_up(2 * elements, 64);
-    net->num_features = height * width * in;
-    const long features = net->num_features;
-    net->hidden_forward = allocate(sizeof(bf16) * features * hidden);
-    net->hidden_backward = allocate(sizeof(bf16) * features * hidden);
-    net->hidden_bias = allocate(sizeof(float) * hidden);
     net->pixels = allocate(sizeof(bf16) * framed_size(net->height, net->width, RGB));
     net->unpooled = allocate(sizeof(bf16) * largest);
     for (int i = 0; i < 2; i++) net->sum[i] = allocate(sizeof(bf16) * largest), net->grad[i] = allocate(sizeof(bf16) * largest);
@@ -734,7 +540,7 @@ Network *network_create(int height, int width, int num_stages, const int *channe
     net->transposed = allocate(sizeof(bf16) * (largest + 256L * 32));
     net->paired = allocate(sizeof(bf16) * largest_paired);
     net->first_gradient = allocate(sizeof(float) * net->stages[0].channels * 3 * LANES);
-    complete = complete && net->hidden_forward && net->hidden_backward && net->hidden_bias && net->pixels && net->unpooled &&
+    complete = complete && dense_create(&net->hidden, height * width * in, hidden) && net->pixels && net->unpooled &&
                net->sum[0] && net->sum[1] && net->grad[0] && net->grad[1] && net->grad_unpooled && net->transposed &&
                net->paired && net->first_gradient;
     if (!complete) return network_destroy(net), NULL;
@@ -745,12 +551,9 @@ Network *network_create(int height, int width, int num_stages, const int *channe
 static int reserve(Network *net, int batch) {
     if (batch <= net->capacity) return 1;
     const long samples = round_up(batch, 32);
-    free(net->saved), free(net->features), free(net->grad_features), free(net->grad_hidden);
+    free(net->saved);
     net->saved = allocate(samples * net->sample_size);
-    net->features = allocate(sizeof(bf16) * samples * net->num_features);
-    net->grad_features = allocate(sizeof(bf16) * samples * net->num_features);
-    net->grad_hidden = allocate(sizeof(bf16) * samples * (2 * net->hidden + LANES));
-    net->capacity = net->grad_hidden && net->saved && net->features && net->grad_features ? (int)samples : 0;
+    net->capacity = dense_reserve(&net->hidden, samples) && net->saved ? (int)samples : 0;
     return net->capacity > 0;
 }
 
@@ -764,8 +567,8 @@ int network_forward(Network *net, const uint8_t *observations, int batch, int sa
         const int count = smaller(chunk, batch - start);
         for (int b = 0; b < count; b++)
             run_sample(net, observations + (start + b) * observation_size, net->saved + (save ? b : 0) * net->sample_size,
-                       net->features + (long)b * net->num_features);
-        run_hidden(net, net->features, count, out + (long)start * net->hidden);
+                       net->hidden.inputs + (long)b * net->hidden.features);
+        dense_forward(&net->hidden, count, out + (long)start * net->hidden.width);
     }
     tiles_end();
     return 1;
@@ -778,13 +581,11 @@ int network_backward(Network *net, const uint8_t *observations, int batch, const
     Gradient gradients[MAX_STAGES * STAGE_CONVS + 1];
     for (int i = 0; i <= num_convs; i++) gradients[i] = (Gradient){weights[i], biases[i]};
     memset(net->first_gradient, 0, sizeof(float) * first_channels * 3 * LANES);
-    memset(net->features + (long)batch * net->num_features, 0,
-           sizeof(bf16) * (round_up(batch, 32) - batch) * net->num_features);
     tiles_begin();
-    return_hidden(net, out, grad_out, batch, gradients[num_convs]);
+    dense_backward(&net->hidden, out, grad_out, batch, gradients[num_convs]);
     for (int b = 0; b < batch; b++)
         return_sample(net, observations + 3L * b * net->height * net->width, net->saved + b * net->sample_size,
-                      net->grad_features + (long)b * net->num_features, gradients);
+                      net->hidden.grad_inputs + (long)b * net->hidden.features, gradients);
     tiles_end();
     for (int o = 0; o < first_channels; o++)
         for (int k = 0; k < 27; k++)

@@ -1,7 +1,7 @@
-"""The IMPALA-CNN's trunk in C, for one core: network.c behind torch's autograd.
+"""The trunks of the IMPALA-CNN and the Nature-CNN in C, for one core: network.c and nature.c behind torch's autograd.
 
-It computes in bfloat16 what the torch modules compute under autocast. Each forward pass that may be followed by a
-backward pass keeps its activations in one buffer, so the backward pass must come before the next such forward pass.
+They compute in bfloat16 what the torch modules compute under autocast. A trunk keeps the activations of a pass in one
+buffer, so the backward pass must come before the next forward pass.
 Gradients are added to the parameters' `.grad`, where the optimiser reads them, instead of being handed to autograd.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,27 @@ from rl_cluster_benchmark.kernels import build
 FORWARD_ERROR, GRADIENT_ERROR = 0.02, 0.05  # relative; bfloat16 rounds to 0.004
 
 
+@dataclass(frozen=True)
+class Source:
+    """The C code of an architecture, and a small network to check it with."""
+
+    file: str
+    prefix: str  # of its functions
+    check_side: int  # of the images
+    check_channels: tuple[int, ...]
+    check_shapes: tuple[tuple[int, ...], ...]  # of the weights
+    in_torch: Callable[[Sequence[Tensor], Tensor], Tensor]
+
+
 class NativeTrunk:
     """Runs a torch trunk's computation with its parameters; `stale` says that they changed since they were packed."""
 
-    def __init__(self, library: ctypes.CDLL, network: int, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        self._library, self._network = library, ctypes.c_void_p(network)
+    def __init__(
+        self, library: ctypes.CDLL, prefix: str, network: int, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> None:
+        self._network = ctypes.c_void_p(network)
+        names = ("pack", "forward", "backward", "destroy")
+        self._c_pack, self._c_forward, self._c_backward, self._c_destroy = (library[f"{prefix}_{n}"] for n in names)
         self._weights, self._biases = weights, biases
         self._width = len(biases[-1])
         self._passes = 0
@@ -43,9 +60,8 @@ class NativeTrunk:
 
     def forward(self, observations: Tensor, *, save: bool) -> Tensor:
         out = torch.empty(len(observations), self._width)
-        self._passes += save
-        call = self._library.network_forward
-        if not call(self._network, _pointer(observations), len(observations), int(save), _pointer(out)):
+        self._passes += 1
+        if not self._c_forward(self._network, _pointer(observations), len(observations), int(save), _pointer(out)):
             raise MemoryError("no memory for the activations of a pass; a smaller hardware.micro_batch needs less")
         return out
 
@@ -57,7 +73,7 @@ class NativeTrunk:
                 parameter.grad = torch.zeros_like(parameter)
         grad = grad.contiguous()
         gradients = ([parameter.grad for parameter in kind] for kind in (self._weights, self._biases))
-        self._library.network_backward(
+        self._c_backward(
             self._network, _pointer(observations), len(observations), _pointer(out), _pointer(grad),
             *map(_pointers, gradients),
         )  # fmt: skip
@@ -68,11 +84,11 @@ class NativeTrunk:
 
     def _pack(self) -> None:
         """Copy the weights in bfloat16, in the order in which the code reads them."""
-        self._library.network_pack(self._network, _pointers(self._weights), _pointers(self._biases))
+        self._c_pack(self._network, _pointers(self._weights), _pointers(self._biases))
         self.stale = False
 
     def __del__(self) -> None:
-        self._library.network_destroy(self._network)
+        self._c_destroy(self._network)
 
 
 class _Run(torch.autograd.Function):
@@ -91,19 +107,24 @@ class _Run(torch.autograd.Function):
         return None, None, None
 
 
-def make_trunk(image_shape: Sequence[int], channels: Sequence[int], parameters: Sequence[Tensor]) -> NativeTrunk | None:
+def make_trunk(
+    architecture: str, image_shape: Sequence[int], channels: Sequence[int], parameters: Sequence[Tensor]
+) -> NativeTrunk | None:
     """For weights and biases in turn. None where the CPU, the compiler or the network's shape does not allow it."""
-    library = _library()
-    return None if library is None else _make(library, image_shape, channels, parameters)
+    library = _library(architecture)
+    return None if library is None else _make(library, SOURCES[architecture], image_shape, channels, parameters)
 
 
-@functools.cache
-def available() -> bool:
-    return _library() is not None
+def available(architecture: str) -> bool:
+    return _library(architecture) is not None
 
 
 def _make(
-    library: ctypes.CDLL, image_shape: Sequence[int], channels: Sequence[int], parameters: Sequence[Tensor]
+    library: ctypes.CDLL,
+    source: Source,
+    image_shape: Sequence[int],
+    channels: Sequence[int],
+    parameters: Sequence[Tensor],
 ) -> NativeTrunk | None:
     height, width, image_channels = image_shape
     weights, biases = parameters[0::2], parameters[1::2]
@@ -111,36 +132,38 @@ def _make(
     if image_channels != 3 or not in_order:
         return None
     sizes = (ctypes.c_int * len(channels))(*channels)
-    network = library.network_create(height, width, len(channels), sizes, len(biases[-1]))
-    return NativeTrunk(library, network, weights, biases) if network else None
+    create = library[f"{source.prefix}_create"]
+    create.restype = ctypes.c_void_p
+    network = create(height, width, len(channels), sizes, len(biases[-1]))
+    return NativeTrunk(library, source.prefix, network, weights, biases) if network else None
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = build.load("network.c", ["tiles.h"])
-    if library is None or not hasattr(library, "network_create"):
+def _library(architecture: str) -> ctypes.CDLL | None:
+    source = SOURCES[architecture]
+    library = build.load(source.file, ["dense.h", "tiles.h"])
+    if library is None or not hasattr(library, f"{source.prefix}_create"):
         return None
-    library.network_create.restype = ctypes.c_void_p
-    return library if agrees_with_torch(library) else None
+    return library if agrees_with_torch(library, source) else None
 
 
-def agrees_with_torch(library: ctypes.CDLL) -> bool:
+def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
     """On a small network whose numbers are all positive: nothing cancels, so that any misplaced term shows."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(16, 3, 3, 3), *[(16, 16, 3, 3)] * 4, (32, 16, 3, 3), *[(32, 32, 3, 3)] * 4, (32, 8 * 8 * 32)]
     parameters = []
-    for shape in shapes:
+    for shape in source.check_shapes:
         weight = torch.rand(shape, generator=generator) * 2 / math.prod(shape[1:])
         bias = torch.rand(shape[0], generator=generator) / 10
         parameters += [weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight, bias]
     parameters = [parameter.requires_grad_() for parameter in parameters]
-    trunk = _make(library, (32, 32, 3), (16, 32), parameters)
+    image_shape = (source.check_side, source.check_side, 3)
+    trunk = _make(library, source, image_shape, source.check_channels, parameters)
     if trunk is None:
         return False
-    observations = torch.randint(0, 256, (3, 32, 32, 3), dtype=torch.uint8, generator=generator)
-    grad = torch.rand(3, 32, generator=generator)
+    observations = torch.randint(0, 256, (3, *image_shape), dtype=torch.uint8, generator=generator)
+    grad = torch.rand(3, len(parameters[-1]), generator=generator)
     with torch.inference_mode(False), torch.enable_grad():  # wherever the first use happens to be
-        expected = torch_trunk(parameters, observations)
+        expected = source.in_torch(parameters, observations)
         expected_gradients = torch.autograd.grad(expected, parameters, grad)
         out = trunk(observations)
         out.backward(grad)
@@ -148,7 +171,7 @@ def agrees_with_torch(library: ctypes.CDLL) -> bool:
     return _error(out, expected) < FORWARD_ERROR and all(_error(*pair) < GRADIENT_ERROR for pair in gradients)
 
 
-def torch_trunk(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
+def impala_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
     """The same network in torch and float32."""
     x = observations.permute(0, 3, 1, 2).float() / 255
     *convs, hidden = zip(parameters[0::2], parameters[1::2], strict=True)
@@ -158,6 +181,36 @@ def torch_trunk(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
             inner = F.conv2d(x.relu(), *convs[i], padding=1).relu()
             x = x + F.conv2d(inner, *convs[i + 1], padding=1)
     return F.linear(x.relu().permute(0, 2, 3, 1).flatten(1), *hidden).relu()
+
+
+def nature_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
+    x = observations.permute(0, 3, 1, 2).float() / 255
+    *convs, hidden = zip(parameters[0::2], parameters[1::2], strict=True)
+    for conv, stride in zip(convs, (4, 2, 1), strict=True):
+        x = F.conv2d(x, *conv, stride=stride).relu()
+    return F.linear(x.permute(0, 2, 3, 1).flatten(1), *hidden).relu()
+
+
+SOURCES = {
+    "impala": Source(
+        file="network.c",
+        prefix="network",
+        check_side=32,
+        check_channels=(16, 32),
+        check_shapes=(
+            (16, 3, 3, 3), *[(16, 16, 3, 3)] * 4, (32, 16, 3, 3), *[(32, 32, 3, 3)] * 4, (32, 8 * 8 * 32),
+        ),
+        in_torch=impala_in_torch,
+    ),
+    "nature": Source(
+        file="nature.c",
+        prefix="nature",
+        check_side=64,
+        check_channels=(32, 64, 64),
+        check_shapes=((32, 3, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (32, 4 * 4 * 64)),
+        in_torch=nature_in_torch,
+    ),
+}  # fmt: skip
 
 
 def _error(ours: Tensor | None, theirs: Tensor) -> float:

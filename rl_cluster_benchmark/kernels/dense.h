@@ -1,0 +1,230 @@
+/* A linear layer with ReLU on one core, forward and backward, and the pieces that it shares with convolutions. */
+#include "tiles.h"
+
+#define SLACK 4096 /* elements that may be read behind a buffer */
+
+typedef struct {
+    float *weights, *bias;
+} Gradient;
+
+typedef struct {
+    int features, width;
+    bf16 *forward, *backward;     /* packed weights */
+    float *bias;
+    bf16 *inputs, *grad_inputs;   /* [samples][features] */
+    bf16 *grad;                   /* of the output, its transpose, and room for 16 features of all samples */
+} Dense;
+
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
+
+INLINE long round_up(long value, long unit) { return (value + unit - 1) / unit * unit; }
+
+INLINE __m512 relu(__m512 values) { return _mm512_max_ps(_mm512_setzero_ps(), values); /* NaN stays */ }
+
+INLINE __m512 where_positive(const bf16 *mask, __m512 values) {
+    const __m256i bits = _mm256_loadu_si256((const __m256i *)mask);
+    return _mm512_maskz_mov_ps(_mm256_cmpgt_epi16_mask(bits, _mm256_setzero_si256()), values);
+}
+
+/* 32 pixels of 16 channels -> out[16][32]; adds the sum over the pixels to *total. Of the pixels, `run` lie in a row, then
+ * two that belong to a frame are left out. */
+INLINE void transpose_block(const int run, const bf16 *image, int channels, bf16 *out, long stride, __m512 *total) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    __m512i pairs[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        const bf16 *from = image + (2 * i + 2 * i / run * 2) * channels;
+        pairs[i] = interleave(_mm256_loadu_si256((const __m256i *)from), _mm256_loadu_si256((const __m256i *)(from + channels)));
+        *total = _mm512_dpbf16_ps(*total, (__m512bh)pairs[i], ones);
+    }
+    transpose(pairs);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + i * stride, pairs[i]);
+}
+
+/* gradient[16 rows][16] += left[16][2 pairs] x right; for `count` (1 or 3) right matrices and gradients, spaced by steps. */
+INLINE void add_products(const int count, const bf16 *left, long stride, const bf16 *right, long right_step, int pairs,
+                         float *gradient, long row, long gradient_step) {
+#if AMX
+    tiles_see_memory();
+    _tile_loadd(0, gradient, 4 * row);
+    if (count > 1) {
+        _tile_loadd(1, gradient + gradient_step, 4 * row);
+        _tile_loadd(2, gradient + 2 * gradient_step, 4 * row);
+    }
+    for (int k = 0; k < pairs; k += TILE_PAIRS) {
+        const bf16 *from = right + (long)k * PACKED_PAIR;
+        _tile_loadd(3, left + 2 * k, 2 * stride);
+        _tile_loadd(4, from, 64);
+        _tile_dpbf16ps(0, 3, 4);
+        if (count > 1) {
+            _tile_loadd(5, from + right_step, 64);
+            _tile_loadd(6, from + 2 * right_step, 64);
+            _tile_dpbf16ps(1, 3, 5);
+            _tile_dpbf16ps(2, 3, 6);
+        }
+    }
+    _tile_stored(0, gradient, 4 * row);
+    if (count > 1) {
+        _tile_stored(1, gradient + gradient_step, 4 * row);
+        _tile_stored(2, gradient + 2 * gradient_step, 4 * row);
+    }
+#else
+    for (int i = 0; i < count; i++) {
+        __m512 sums[16];
+        float *to = gradient + i * gradient_step;
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; r++) sums[r] = _mm512_loadu_ps(to + r * row);
+        multiply(16, sums, left, stride, right + i * right_step, pairs);
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; r++) _mm512_storeu_ps(to + r * row, sums[r]);
+    }
+#endif
+}
+
+/* out[count][columns] = left[count][2 pairs] x packed, `count` rows of which are stored by finish_hidden. */
+INLINE void multiply_rows(const bf16 *left, long stride, int rows, const bf16 *packed, int pairs, float sums[16][LANES]) {
+#if AMX
+    (void)rows;
+    tiles_see_memory();
+    _tile_zero(0);
+    for (int k = 0; k < pairs; k += TILE_PAIRS) {
+        _tile_loadd(4, left + 2 * k, 2 * stride);
+        _tile_loadd(6, packed + (long)k * PACKED_PAIR, 64);
+        _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, sums, 64);
+#else
+    __m512 total[16];
+    for (int r = 0; r < 16; r++) total[r] = _mm512_setzero_ps();
+    if (rows > 8) multiply(16, total, left, stride, packed, pairs);
+    else if (rows > 4) multiply(8, total, left, stride, packed, pairs);
+    else multiply(4, total, left, stride, packed, pairs);
+    for (int r = 0; r < 16; r++) _mm512_storeu_ps(sums[r], total[r]);
+#endif
+}
+
+/* out[batch][width] = relu(inputs x weights + bias). */
+static void dense_forward(const Dense *dense, int batch, float *out) {
+    const int pairs = dense->features / 2;
+    float sums[16][LANES] __attribute__((aligned(64)));
+    for (int c = 0; c < dense->width; c += LANES) {
+        const __m512 bias = _mm512_loadu_ps(dense->bias + c);
+        for (int b = 0; b < batch; b += 16) {
+            const int rows = smaller(16, batch - b);
+            multiply_rows(dense->inputs + (long)b * dense->features, dense->features, rows,
+                          dense->forward + (long)c / LANES * pairs * PACKED_PAIR, pairs, sums);
+            for (int r = 0; r < rows; r++)
+                _mm512_storeu_ps(out + (long)(b + r) * dense->width + c, relu(_mm512_add_ps(_mm512_load_ps(sums[r]), bias)));
+        }
+    }
+}
+
+/* The gradient where the output is positive, in bfloat16, zeros behind the batch; and its transpose. */
+static void mask_gradient(const Dense *dense, const float *out, const float *grad_out, int batch, bf16 *transposed, float *bias) {
+    const int width = dense->width, padded = (int)round_up(batch, 32);
+    for (int b = 0; b < padded; b++)
+        for (int c = 0; c < width; c += LANES) {
+            __m512 values = _mm512_setzero_ps();
+            if (b < batch) {
+                const __m512 positive = _mm512_loadu_ps(out + (long)b * width + c);
+                values = _mm512_maskz_loadu_ps(_mm512_cmp_ps_mask(positive, _mm512_setzero_ps(), _CMP_NLE_UQ),
+                                               grad_out + (long)b * width + c);
+            }
+            store_bf16(dense->grad + (long)b * width + c, values);
+        }
+    for (int c = 0; c < width; c += LANES) {
+        __m512 total = _mm512_loadu_ps(bias + c);
+        for (int b = 0; b < padded; b += 32)
+            transpose_block(32, dense->grad + (long)b * width + c, width, transposed + (long)c * padded + b, padded, &total);
+        _mm512_storeu_ps(bias + c, total);
+    }
+}
+
+/* From d loss / d out to the layer's gradients and d loss / d inputs, where those are positive. */
+static void dense_backward(const Dense *dense, const float *out, const float *grad_out, int batch, Gradient gradient) {
+    const int features = dense->features, width = dense->width, padded = (int)round_up(batch, 32);
+    bf16 *transposed = dense->grad + (long)padded * width, *paired = transposed + (long)padded * width;
+    mask_gradient(dense, out, grad_out, batch, transposed, gradient.bias);
+    memset(dense->inputs + (long)batch * features, 0, sizeof(bf16) * (padded - batch) * features);
+    float sums[16][LANES] __attribute__((aligned(64)));
+    for (int f = 0; f < features; f += LANES) {
+        for (int b = 0; b < padded; b += 2) {
+            const bf16 *from = dense->inputs + (long)b * features + f;
+            const __m512i pair = interleave(_mm256_loadu_si256((const __m256i *)from),
+                                            _mm256_loadu_si256((const __m256i *)(from + features)));
+            _mm512_storeu_si512(paired + b / 2 * PACKED_PAIR, pair);
+        }
+        for (int c = 0; c < width; c += LANES)
+            add_products(1, transposed + (long)c * padded, padded, paired, 0, padded / 2,
+                         gradient.weights + (long)c * features + f, features, 0);
+        for (int b = 0; b < batch; b += 16) {
+            const int rows = smaller(16, batch - b);
+            multiply_rows(dense->grad + (long)b * width, width, rows,
+                          dense->backward + (long)f / LANES * (width / 2) * PACKED_PAIR, width / 2, sums);
+            for (int r = 0; r < rows; r++) {
+                const long to = (long)(b + r) * features + f;
+                store_bf16(dense->grad_inputs + to, where_positive(dense->inputs + to, _mm512_load_ps(sums[r])));
+            }
+        }
+    }
+}
+
+/* 16 rows of floats, `count` long -> packed pairs along the row. */
+static void pack_rows(const float *rows, long stride, int count, bf16 *out) {
+    for (int k = 0; k < count; k += 32) {
+        __m512i words[16];
+        for (int r = 0; r < 16; r++) {
+            const float *from = rows + r * stride + k;
+            const __m256i low = to_bf16(_mm512_loadu_ps(from));
+            const __m256i high = k + 16 < count ? to_bf16(_mm512_loadu_ps(from + 16)) : _mm256_setzero_si256();
+            words[r] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        }
+        transpose(words);
+        for (int i = 0; i < 16 && (AMX || k + 2 * i < count); i++) _mm512_storeu_si512(out + (k / 2 + i) * PACKED_PAIR, words[i]);
+    }
+}
+
+static void dense_pack(const Dense *dense, const float *weights, const float *bias) {
+    const int features = dense->features, width = dense->width;
+    memcpy(dense->bias, bias, sizeof(float) * width);
+    for (int c = 0; c < width; c += LANES)
+        pack_rows(weights + (long)c * features, features, features, dense->forward + (long)c / LANES * (features / 2) * PACKED_PAIR);
+    for (int f = 0; f < features; f += LANES)
+        for (int c = 0; c < width; c += 2) {
+            const float *from = weights + (long)c * features + f;
+            _mm512_storeu_si512(dense->backward + ((long)f / LANES * (width / 2) + c / 2) * PACKED_PAIR,
+                                interleave(to_bf16(_mm512_loadu_ps(from)), to_bf16(_mm512_loadu_ps(from + features))));
+        }
+}
+
+static void *allocate(long bytes) {
+    const long size = round_up(bytes + 2 * SLACK * (long)sizeof(bf16), 4096);
+    void *memory = aligned_alloc(4096, size);
+    if (memory) memset(memory, 0, size);
+    return memory;
+}
+
+/* 0 if the width is not one that this code computes, or there is no memory. */
+static int dense_create(Dense *dense, int features, int width) {
+    if (width % 32 || width < 32) return 0;
+    dense->features = features, dense->width = width;
+    dense->forward = allocate(sizeof(bf16) * features * width);
+    dense->backward = allocate(sizeof(bf16) * features * width);
+    dense->bias = allocate(sizeof(float) * width);
+    return dense->forward && dense->backward && dense->bias;
+}
+
+/* Room for `samples`, a multiple of 32. 0 if there is no memory. */
+static int dense_reserve(Dense *dense, long samples) {
+    free(dense->inputs), free(dense->grad_inputs), free(dense->grad);
+    dense->inputs = allocate(sizeof(bf16) * samples * dense->features);
+    dense->grad_inputs = allocate(sizeof(bf16) * samples * dense->features);
+    dense->grad = allocate(sizeof(bf16) * samples * (2 * dense->width + LANES));
+    return dense->inputs && dense->grad_inputs && dense->grad;
+}
+
+static void dense_destroy(Dense *dense) {
+    void *buffers[] = {dense->forward, dense->backward, dense->bias, dense->inputs, dense->grad_inputs, dense->grad};
+    for (unsigned i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
+}
