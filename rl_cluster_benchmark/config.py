@@ -207,7 +207,7 @@ class ImpalaConfig(Section):
         "null is parallel.num_workers, and auto where that is null.",
     )
     num_learners: AutoCount = Field(
-        "auto", description="Parallel mode: processes that learn; auto is the cores left over."
+        "auto", description="Parallel mode: processes that learn; auto: the cores left over."
     )
     pages_per_actor: Int = Field(
         2, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
