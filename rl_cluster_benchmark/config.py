@@ -207,7 +207,7 @@ class ImpalaConfig(Section):
         "null is parallel.num_workers, and auto where that is null.",
     )
     num_learners: AutoCount = Field(
-        "auto", description="Parallel mode: processes that learn; auto is the cores left over."
+        "auto", description="Parallel mode: processes that learn; auto: the cores left over."
     )
     pages_per_actor: Int = Field(
         2, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
@@ -365,9 +365,10 @@ class Config(Section):
 
     @property
     def unrolls_per_step(self) -> int:
-        """IMPALA: how many unrolls, each n_steps of one environment, make about a batch_size."""
+        """IMPALA: unrolls, each n_steps of one environment, that make about a batch_size; as many for each learner."""
         learners = self.impala.num_learners if self.mode == "parallel" and self.impala.num_learners != "auto" else 1
-        return min(max(learners, self.training.batch_size // self.training.n_steps), self.env.num_envs)
+        each = round(self.training.batch_size / self.training.n_steps / learners)
+        return max(1, min(each, self.env.num_envs // learners)) * learners
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -79,6 +79,12 @@ def test_threads_are_set_before_numpy_and_torch_start():
         (("--set", "output_dir=2024-13-45"), ("the value is not valid YAML",)),
         (("--algorithm", "dqn"), ("algorithm = 'dqn'",)),
         (("--mode", "distributed", "--algorithm", "impala"), ("IMPALA in distributed mode is not part of",)),
+        (("--algorithm", "impala", "--set", "impala.num_actors=few"), ("impala.num_actors = few", "auto or a whole")),
+        (("--algorithm", "impala", "--set", "impala.replay_fraction=1"), ("impala.replay_fraction", "at most 0.95")),
+        (
+            ("--algorithm", "impala", "--mode", "parallel", "--num-envs", 4, "--set", "impala.num_learners=5"),
+            ("5 learners need as many environments",),
+        ),
         (("--mode", "parallel", "--device", "cuda"), ("works in sequential mode only",)),
         (("--output-dir", "/proc/nowhere"), ("Cannot write to /proc/nowhere", "--output-dir")),
         (("--set", "model.architecture=nature", "--env", "CartPole-v1"), ("nature needs images",)),
