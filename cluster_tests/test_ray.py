@@ -36,7 +36,8 @@ def raylets(hosts, processes, tmp_path):
 
 def launch(hosts, processes, log, output, *args):
     call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "ray", "--address", f"{hosts.address(1)}:6379",
-            "--env", "PYTHONPATH", "--directory", ROOT, "--", "train", *TINY, "--output-dir", output, *args]  # fmt: skip
+            "--env", "PYTHONPATH", "--directory", ROOT, "--", "train", *TINY, "--output-dir", output,
+            *args]  # fmt: skip
     return processes.start(hosts.call(1, call), log, **RAY)
 
 

@@ -40,11 +40,11 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
     """In one process, on one machine, or on the head of a cluster."""
     config, plan = hardware.resolve(config)
     directory = RunDirectory.of(config)
-    job = cluster.place.job if cluster is not None else ""
-    if cluster is not None and cluster.place.is_restart and directory.belongs_to(job):
-        resume = True  # the scheduler has put the same command into the queue again
+    jobs = [n.job for n in cluster.nodes] if cluster is not None else []
+    if cluster is not None and cluster.place.is_restart and directory.belongs_to(cluster.place.job):
+        resume = True  # a scheduler has started the same command again
     patience = config.cluster.timeout if cluster is not None and resume else 0.0  # the last head may still be ending
-    claim = directory.claim(may_hold_a_run=resume or overwrite, patience=patience, job=job)
+    claim = directory.claim(may_hold_a_run=resume or overwrite, patience=patience, jobs=jobs)
     try:
         found = checkpoint.newest(directory) if resume else None
         resumed_path, resumed_from = found or (None, None)
