@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from hosts import Hosts, missing
 
 ROOT = Path(__file__).parent.parent
