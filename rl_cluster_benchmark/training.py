@@ -63,7 +63,7 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
         run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
         run.may_write = claim.check
         if cluster is not None:
-            run.nodes = [(n.name, n.num_workers, n.usable_cores) for n in cluster.nodes]
+            run.nodes = cluster.shares()
             run.memory_elsewhere = cluster.membership.memory_elsewhere
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
         if run.is_complete() or run.should_stop():

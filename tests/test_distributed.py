@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, environment
 
 from rl_cluster_benchmark import cli, hardware, training
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.cluster import node
+from rl_cluster_benchmark.cluster.membership import Membership
 from rl_cluster_benchmark.cluster.network import free_port
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.execution.loop import Worker
@@ -175,6 +177,16 @@ def test_the_loss_of_a_part_ends_all_with_the_reason(victim, nodes, tmp_path):
         assert summary(output)["state"] == "failed"
         assert reason in summary(output)["reason"]
     assert list((output / "checkpoints").glob("*.pt"))
+
+
+def test_the_head_hears_how_much_memory_the_others_use():
+    membership = Membership(lambda timeout: dist.HashStore(), 0, ["head", "other"], timeout=5.0)
+    membership._store.set("beat/1", "1 1000")
+    deadline = time.monotonic() + 5
+    while membership.memory_elsewhere() == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert membership.memory_elsewhere() == 1000
+    membership._leave()
 
 
 def test_a_signal_to_one_machine_stops_all_and_the_run_goes_on_with_fewer(nodes, tmp_path):

@@ -75,6 +75,15 @@ class Cluster:
     def num_workers(self) -> int:
         return sum(node.num_workers for node in self.nodes)
 
+    def shares(self) -> list[tuple[str, int, int]]:
+        """(name, workers, usable cores) of each node; nodes that are on one machine (for a try) share its cores."""
+        seen: set[str] = set()
+        shares = []
+        for node in self.nodes:
+            shares.append((node.name, node.num_workers, 0 if node.boot in seen else node.usable_cores))
+            seen.add(node.boot)
+        return shares
+
     def label(self, rank: int) -> str:
         return _label(rank, self.nodes[rank].name)
 

@@ -216,12 +216,7 @@ class Run:
         self.episodes.load_state_dict(state["episodes"])
 
     def _read_memory(self) -> None:
-        """Proportional set size: memory shared with other processes is counted once over all of them."""
-        parent = psutil.Process()
-        self._memory = self.memory_elsewhere()
-        for process in (parent, *parent.children()):
-            with contextlib.suppress(psutil.Error):  # one that has just ended
-                self._memory += process.memory_full_info().pss
+        self._memory = memory_in_use() + self.memory_elsewhere()
         self.peak_memory = max(self.peak_memory, self._memory)
         self._last_memory = time.perf_counter()
 
@@ -267,6 +262,15 @@ class Run:
         """Over the last updates of this process."""
         (start, first), (end, last) = self._recent[0], self._recent[-1]
         return (last - first) / (end - start) if end > start else 0.0
+
+
+def memory_in_use() -> int:
+    """Of this process and its workers: the proportional set size, which counts shared memory once over all of them."""
+    parent, total = psutil.Process(), 0
+    for process in (parent, *parent.children()):
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            total += process.memory_full_info().pss
+    return total
 
 
 def exit_status(run: Run) -> int:
