@@ -99,11 +99,13 @@ def test_ssh_a_cut_host_is_left_out(hosts, processes, sshd, tmp_path):
     args = ("--total-timesteps", FOREVER, "--set", "cluster.min_nodes=2")
     process = processes.start(launch_ssh(hosts, sshd, tmp_path, output, *args), log)
     wait_until(lambda: updates(output) > 6, 90, "training", log)
+    lonely = node_process(str(output), 2)
     hosts.cut(3)
     cut_at = time.monotonic()
     wait_until(lambda: "error: " in log.read_text(), 30, "the end of the others", log)
     assert time.monotonic() - cut_at < 20, "cluster.timeout is 6 s"
     assert "Node 2 (h3)" in log.read_text()
+    assert not psutil.wait_procs([lonely], timeout=20)[1], "the machine that is cut off ends by itself"
     before = updates(output)
     wait_until(lambda: "with 2 of 3 machines" in log.read_text(), 90, "the restart", log)
     wait_until(lambda: updates(output) > before + 5, 90, "going on", log)

@@ -158,7 +158,7 @@ def test_the_pbs_script_through_a_qsub_that_is_not_pbs(slurm, processes, tmp_pat
     hosts.write_text("127.0.0.2\n127.0.0.2\n127.0.0.3\n")
     words = [word for option in (*options, "Port=2299") for word in ("--ssh-option", option)]
     call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "pbs", "--nodes", 2, "--cpus-per-node", 1, "--time",
-            "01:00:00", "--hosts", hosts, "--env", "PYTHONPATH", *words, "--directory", ROOT, "--script",
+            "01:00:00", "--hosts", hosts, "--env", "PYTHONPATH", *words, "--directory", tmp_path, "--script",
             tmp_path / "job.sh", "--log", tmp_path / "job.log", "--", "train", *TINY, "--output-dir", output,
             "--total-timesteps", FOREVER]  # fmt: skip
     environ = environment(**slurm.environ)

@@ -186,7 +186,7 @@ def test_the_head_hears_how_much_memory_the_others_use():
     while membership.memory_elsewhere() == 0 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert membership.memory_elsewhere() == 1000
-    membership._leave()
+    membership._leave(lambda: None, 1.0)
 
 
 def test_a_signal_to_one_machine_stops_all_and_the_run_goes_on_with_fewer(nodes, tmp_path):

@@ -19,6 +19,7 @@ from rl_cluster_benchmark.errors import TrainingFailedError
 SECONDS_BETWEEN_BEATS = 1.0
 MISSED_BEATS = 3  # until a node is suspected, once something else has gone wrong
 SECONDS_TO_LEARN_A_REASON = 5.0
+SECONDS_TO_TELL = 5.0
 SECONDS_TO_SAY_GOODBYE = 15.0
 FAILED = "failed"  # key of the first failure's reason
 
@@ -68,26 +69,38 @@ class Membership:
 
     def report_failure(self, reason: str) -> None:
         """Tell the others why this node stops; the first reason given is the one all report."""
-        with contextlib.suppress(Exception):  # the store may be what has failed
-            self._leave()
+
+        def tell() -> None:
             self._store.compare_set(FAILED, "", json.dumps([self.rank, reason]))
             if self.rank == 0:  # the store ends with this process: leave the others time to read it
                 time.sleep(2 * SECONDS_BETWEEN_BEATS)
 
+        self._leave(tell, SECONDS_TO_TELL)
+
     def leave(self) -> None:
         """A good end. The head, whose process holds the store, goes last."""
-        with contextlib.suppress(Exception):
-            self._leave()
+
+        def wave() -> None:
             self._store.set(f"left/{self.rank}", "")
-            deadline = time.monotonic() + SECONDS_TO_SAY_GOODBYE
-            while self.rank == 0 and self._others and time.monotonic() < deadline:
+            while self.rank == 0 and self._others:
                 if self._store.check([f"left/{other}" for other in self._others]):
                     break
                 time.sleep(0.05)
 
-    def _leave(self) -> None:
+        self._leave(wave, SECONDS_TO_SAY_GOODBYE)
+
+    def _leave(self, last_words: Callable[[], None], seconds: float) -> None:
+        """The store may be what has failed, and then never answers: last words have a time limit."""
         self._leaving.set()
         self._thread.join(timeout=2 * SECONDS_BETWEEN_BEATS)
+
+        def speak() -> None:
+            with contextlib.suppress(Exception):
+                last_words()
+
+        speaker = threading.Thread(target=speak, name="rlcb-last-words", daemon=True)
+        speaker.start()
+        speaker.join(timeout=seconds)
 
     def _told_reason(self) -> str:
         assert self._failure is not None
