@@ -138,6 +138,8 @@ PRESETS = {  # name: (environments, workers x environments each, steps, batch)
     "a3c_parallel": (None, None, 16, None),
     "a3c_sequential": (64, None, 16, None),
     "ppo_cpu_cluster": (None, None, 128, 2048),
+    "a2c_cpu_cluster": (None, None, 16, None),
+    "impala_cpu_cluster": (None, None, 128, None),
     "ppo_procgen_paper": (64, None, 256, 2048),
 }
 
