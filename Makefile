@@ -4,10 +4,12 @@
 PYTHON ?= python3
 BIN := venv/bin
 OUT ?= benchmarks
+SEQUENTIAL ?= $(OUT)/sequential_1h
+PARALLEL ?= $(OUT)/parallel_1h
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel evaluate evaluate-ppo tensorboard docs bench clean
+.PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel evaluate evaluate-ppo compare runs tensorboard docs bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -57,6 +59,12 @@ evaluate: venv/.installed ## evaluate the newest checkpoint
 
 evaluate-ppo: venv/.installed ## evaluate the newest PPO checkpoint
 	$(BIN)/python evaluate_universal.py --algorithm ppo --deterministic $(ARGS)
+
+compare: venv/.installed ## compare the runs of train-timed and train-parallel (SEQUENTIAL=DIR PARALLEL=DIR for others)
+	$(BIN)/python compare_results.py --sequential $(SEQUENTIAL) --parallel $(PARALLEL) --output $(OUT)/comparison.png $(ARGS)
+
+runs: venv/.installed ## list the runs that are there
+	$(BIN)/rlcb runs $(ARGS)
 
 tensorboard: venv/.installed ## show the logs of all runs at http://localhost:6006
 	$(BIN)/tensorboard --logdir_spec logs:logs,runs:runs,benchmarks:$(OUT)

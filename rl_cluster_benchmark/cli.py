@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl_cluster_benchmark import __version__
+from rl_cluster_benchmark.cli_analysis import add_analysis_commands
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config import Config
@@ -101,6 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--log-file", required=True, metavar="FILE", help="a run's metrics.jsonl")
     plot.add_argument("--output", metavar="PNG", help="default: metrics.png beside the log file")
     plot.set_defaults(run=_plot)
+
+    add_analysis_commands(commands)
 
     doctor = commands.add_parser(
         "doctor", help="check that everything needed is there", description="Check the machine."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +75,9 @@ class RunDirectory:
             raise UserError(
                 f"Cannot write to {self.root} ({error.strerror}); choose another place with --output-dir."
             ) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locked(lock):
             os.close(lock)
-            raise UserError(f"{self.root} is in use by another run; choose another --output-dir.") from None
+            raise UserError(f"{self.root} is in use by another run; choose another --output-dir.")
         if not may_hold_a_run and self.holds_a_run():
             os.close(lock)
             raise UserError(
@@ -94,6 +93,17 @@ class RunDirectory:
             file.unlink(missing_ok=True)
         for file in [*self.checkpoints.glob(f"{self.name}_*.pt"), *self.logs.glob("events.out.tfevents.*")]:
             file.unlink(missing_ok=True)
+
+
+def _locked(lock: int) -> bool:
+    """Twice: whoever looks whether a run is going on (analysis/runs.py) holds the lock for that moment."""
+    for _ in range(2):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            time.sleep(0.05)
+    return False
 
 
 def _steps_in_name(file: Path) -> int:
