@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_cluster_benchmark.errors import UserError
+
+if TYPE_CHECKING:
+    from rl_cluster_benchmark.benchmark.matrix import Matrix
 
 FORMATS = ("table", "csv", "json", "markdown", "template")
 
@@ -41,6 +45,56 @@ def add_analysis_commands(commands: Any) -> None:
         "--x", choices=("steps", "time"), default="steps", help="axis of the plot: environment steps or wall-clock time"
     )
     compare.set_defaults(run=_compare)
+
+    _add_report_command(commands)
+    _add_benchmark_command(commands)
+
+
+def _add_report_command(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a page about runs",
+        description="Write report.html, one file that needs no network, and report.md: headline, tables, curves, "
+        "phases, evaluation, clips, configs and the command that repeats each run.",
+        allow_abbrev=False,
+    )
+    _add_run_arguments(report, nargs="+")
+    report.add_argument("--output-dir", metavar="DIR", default=".", help="where to; default: the current directory")
+    report.add_argument("--title", metavar="TEXT", default="Comparison of runs", help="heading of the page")
+    report.set_defaults(run=_report)
+
+
+def _add_benchmark_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "benchmark",
+        help="train, evaluate and compare a whole matrix",
+        description="Train every combination of algorithms, modes, games and seeds, one after the other; evaluate each "
+        "agent on training and on unseen levels; write the report. --resume goes on after an interruption.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="default: all there are")
+    parser.add_argument("--modes", nargs="+", metavar="MODE", help="default: sequential parallel")
+    parser.add_argument(
+        "--configs", nargs="+", metavar="FILE", help="config files or presets instead of algorithms x modes"
+    )
+    parser.add_argument("--games", nargs="+", metavar="GAME", help="default: coinrun")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="default: 1 2 3")
+    parser.add_argument("--duration", type=float, metavar="HOURS", help="train each cell for this long")
+    parser.add_argument("--total-timesteps", type=int, metavar="N", help="or for this many environment steps")
+    parser.add_argument("--episodes", type=int, metavar="N", help="episodes of each evaluation; default: 100")
+    parser.add_argument("--deterministic", action="store_true", help="evaluate with the likeliest action")
+    parser.add_argument("--set", nargs="+", action="extend", metavar="KEY=VALUE", help="settings of every cell")
+    parser.add_argument("--output-dir", metavar="DIR", default="benchmarks/matrix", help="default: benchmarks/matrix")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--resume", action="store_true", help="go on with the benchmark in the output directory")
+    group.add_argument("--overwrite", action="store_true", help="replace the benchmark in the output directory")
+    parser.add_argument(
+        "--keep-partial", action="store_true",
+        help="go on within an interrupted cell instead of training it anew (its levels then differ from a whole run's)",
+    )  # fmt: skip
+    parser.add_argument("--plan", action="store_true", help="only write the plan, and print the cells")
+    parser.add_argument("--cell", metavar="N", help="only this cell (number or name): a job of its own on a cluster")
+    parser.set_defaults(run=_benchmark)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser, nargs: str) -> None:
@@ -85,3 +139,70 @@ def _compare(args: argparse.Namespace) -> int:
         unfinished=args.unfinished,
         x=x,
     )
+
+
+def _report(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.analysis.comparison import Comparison
+    from rl_cluster_benchmark.analysis.report import write_report
+
+    paths = [Path(run) for run in args.runs]
+    comparison = Comparison.load(paths, unfinished=args.unfinished, threshold=args.threshold)
+    for item in comparison.left_out:
+        print(f"Left out: {item}")
+    for file in write_report(comparison, Path(args.output_dir), title=args.title):
+        print(f"Saved {file}")
+    return 0
+
+
+def _benchmark(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.benchmark import run as benchmarks
+    from rl_cluster_benchmark.run.stop import Signals
+
+    signals = Signals()
+    signals.install()
+    directory = Path(args.output_dir)
+    matrix = _matrix(args)
+    if matrix is not None:
+        benchmarks.check_cells(matrix, _config_of)
+    matrix = benchmarks.prepare(directory, matrix, resume=args.resume, overwrite=args.overwrite)
+    if args.plan:
+        return benchmarks.plan(directory, matrix)
+    return benchmarks.benchmark(directory, matrix, signals, only=args.cell, keep_partial=args.keep_partial)
+
+
+def _matrix(args: argparse.Namespace) -> Matrix | None:
+    """What the command line asks for; None if it says nothing about it, as when an old benchmark is resumed."""
+    from typing import get_args
+
+    from rl_cluster_benchmark.benchmark.matrix import build
+    from rl_cluster_benchmark.config import Algorithm
+    from rl_cluster_benchmark.config_files import find_config
+
+    given = (
+        args.algorithms, args.modes, args.configs, args.games, args.seeds, args.duration, args.total_timesteps,
+        args.episodes, args.set,
+    )  # fmt: skip
+    if args.resume and not any(given) and not args.deterministic:
+        return None
+    if args.configs and (args.algorithms or args.modes):
+        raise UserError("Give either --configs or --algorithms and --modes: a config names its own.")
+    by_name = not args.configs
+    return build(
+        algorithms=args.algorithms or (list(get_args(Algorithm)) if by_name else []),
+        modes=args.modes or (["sequential", "parallel"] if by_name else []),
+        configs=[str(find_config(file).resolve()) for file in args.configs or ()],
+        games=args.games or ["coinrun"],
+        seeds=args.seeds or [1, 2, 3],
+        duration_hours=args.duration,
+        total_timesteps=args.total_timesteps,
+        episodes=args.episodes or 100,
+        deterministic=args.deterministic,
+        settings=args.set or [],
+    )
+
+
+def _config_of(arguments: Sequence[str]) -> object:
+    """The config of `rlcb train ARGUMENTS`."""
+    from rl_cluster_benchmark.cli import build_parser, config_from
+
+    return config_from(build_parser().parse_args(["train", *arguments]))

@@ -42,6 +42,11 @@ class Task:
     def game(self) -> str:
         return self.env.game or self.env.name
 
+    @property
+    def holds_levels_back(self) -> bool:
+        """Are there levels that training never shows?"""
+        return self.env.game is not None and self.env.num_levels > 0
+
     def __str__(self) -> str:
         if self.env.game is None:
             return self.env.name

@@ -81,10 +81,13 @@ def speed_rows(comparison: Comparison, task: Task) -> list[list[str]]:
 
 def reward_rows(comparison: Comparison, task: Task) -> list[list[str]]:
     """The head, then a row per variant."""
-    rows = [["run", "reward in training", "training levels", "unseen levels", "gap", "published PPO"]]
+    others = "unseen levels" if task.holds_levels_back else "all levels"
+    rows = [["run", "reward in training", "training levels", others, "gap", "published PPO"]]
     metrics = (figures.final_reward, figures.train_reward, figures.test_reward, figures.gap)
-    for group in comparison.of_task(task):
-        rows.append([group.variant, *(interval(group.estimate(m)) for m in metrics), published_cell(group)])
+    rows += [
+        [group.variant, *(interval(group.estimate(metric)) for metric in metrics), published_cell(group)]
+        for group in comparison.of_task(task)
+    ]
     return _without_empty_columns(rows)
 
 
