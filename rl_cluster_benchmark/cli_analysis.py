@@ -49,6 +49,16 @@ def add_analysis_commands(commands: Any) -> None:
     _add_report_command(commands)
     _add_benchmark_command(commands)
 
+    dashboard = commands.add_parser(
+        "dashboard",
+        help="watch runs in the browser",
+        description="Serve a live page about the runs in a directory: curves, speed, phases, cores, workers, memory. "
+        "Read-only, on this machine only (127.0.0.1).",
+    )
+    dashboard.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory")
+    dashboard.add_argument("--port", type=int, default=6007, metavar="N", help="default: 6007; 0 takes a free one")
+    dashboard.set_defaults(run=_dashboard)
+
 
 def _add_report_command(commands: Any) -> None:
     report = commands.add_parser(
@@ -152,6 +162,12 @@ def _report(args: argparse.Namespace) -> int:
     for file in write_report(comparison, Path(args.output_dir), title=args.title):
         print(f"Saved {file}")
     return 0
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.dashboard.server import serve
+
+    return serve(args.directory, args.port)
 
 
 def _benchmark(args: argparse.Namespace) -> int:

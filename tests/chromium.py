@@ -131,10 +131,13 @@ class Browser:
         self.settle()
 
     def _middle(self, selector: str) -> dict[str, float]:
-        box = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
-            " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
-        )
+        script = """(() => {
+          const element = document.querySelector(SELECTOR);
+          element.scrollIntoView({block: "center"});
+          const box = element.getBoundingClientRect();
+          return [box.x + box.width / 2, box.y + box.height / 2];
+        })()"""
+        box = self.evaluate(script.replace("SELECTOR", json.dumps(selector)))
         return {"x": box[0], "y": box[1]}
 
     def size(self, width: int, height: int, *, phone: bool = False, scale: float = 1) -> None:

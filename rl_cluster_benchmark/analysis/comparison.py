@@ -138,6 +138,8 @@ class Comparison:
         seeds = min(len(group.runs) for group in self.groups)
         if seeds == 1:
             found.append("One seed: no interval. Differences between single runs are not differences of algorithms.")
+        elif seeds == 2 and len(self.common_tasks) == 1:
+            found.append("Two seeds: the intervals are very wide. A third seed narrows them to about a third.")
         elif not self.enough_seeds:
             found.append(f"{seeds} seeds a game are too few to name a winner over several games.")
         if len({run.evaluations["train"].deterministic for run in self.runs if "train" in run.evaluations}) > 1:

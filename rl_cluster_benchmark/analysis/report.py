@@ -45,12 +45,12 @@ def write_report(comparison: Comparison, directory: Path, title: str) -> list[Pa
 
 def html(comparison: Comparison, title: str) -> str:
     """Every value is escaped by the template; the page allows no script but its own, and no network at all."""
-    scripts = {"charts_js": _source("charts.js"), "report_js": _source("report.js")}
+    scripts = {"charts_js": source("charts.js"), "report_js": source("report.js")}
     page = templates().get_template("report.html")
     return page.render(
         **report_data.page(comparison, title),
         **{name: Markup(content) for name, content in scripts.items()},
-        css=Markup(_source("style.css")),
+        css=Markup(source("style.css")),
         data=script_json(report_data.chart_data(comparison)),
         script_hashes=Markup(script_hashes(list(scripts.values()))),
         version=__version__,
@@ -78,7 +78,7 @@ def script_hashes(scripts: Sequence[str]) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def _source(name: str) -> str:
+def source(name: str) -> str:
     return (WEB / name).read_text(encoding="utf-8")
 
 

@@ -50,7 +50,7 @@ def page(comparison: Comparison, title: str) -> dict[str, Any]:
         "colors": colors(comparison),
         "variants": comparison.variants,
         "reference": REFERENCE,
-        "has_published": any(published.curve(task.env) for task in comparison.tasks),
+        "has_published": any(_published_line(comparison, task)["x"] for task in comparison.tasks),
         "panels": PANELS,
         "tasks": [_task(comparison, task) for task in comparison.tasks],
         "scores": _scores(comparison),

@@ -111,9 +111,8 @@ class LineChart {
     const solid = { ...stroke, d: path(points.slice(early)), "data-series": line.name };
     if (line.dashed) solid["stroke-dasharray"] = "6 4";
     make("path", solid, svg);
-    if (line.dashed || points.length - early === 1) {
-      for (const [x, y] of points.slice(early)) make("circle", { cx: x, cy: y, r: 3, fill: line.color }, svg);
-    }
+    const dots = line.dashed ? points : points.length === 1 || points.length - early === 1 ? points.slice(-1) : [];
+    for (const [x, y] of dots) make("circle", { cx: x, cy: y, r: 3, fill: line.color }, svg);
   }
 
   hover(svg, toX, toY, x1) {
