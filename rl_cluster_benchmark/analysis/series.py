@@ -56,7 +56,7 @@ def _all_lines(file: BinaryIO) -> list[bytes]:
 
 def _sampled_lines(file: BinaryIO, size: int) -> list[bytes]:
     lines = []
-    for index in range(MAX_POINTS - 1):
+    for index in range(MAX_POINTS):
         file.seek(size * index // MAX_POINTS)
         if index:
             file.readline(MAX_LINE)  # the rest of a line

@@ -30,8 +30,8 @@ class Server(ThreadingHTTPServer):
             css=Markup(source("style.css")), charts_js=Markup(scripts[0]), dashboard_js=Markup(scripts[1])
         )  # fmt: skip
         self.policy = (
-            f"default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src {script_hashes(scripts)}; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+            "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
+            f"script-src {script_hashes(scripts)}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
         super().__init__((ADDRESS, port), Handler)
 

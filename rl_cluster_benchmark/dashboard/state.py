@@ -61,8 +61,8 @@ class Directory:
             values = run.series.get(metric)
             if values is None:
                 continue
-            episodes = run.series.get("charts/episodes", values)
-            points = list(zip(run.series["step"], run.series["time"], values, episodes, strict=True))
+            counts = run.series.get("charts/episodes", values)
+            points = list(zip(run.series["step"], run.series["time"], values, counts, strict=True))
             kept = [point for point in [*points[:-1:stride], *points[-1:]] if point[2] == point[2]]
             steps, times, ys, episodes = zip(*kept, strict=True) if kept else ((), (), (), ())
             early = sum(count < WINDOW for count in episodes) if label == "reward" else 0
