@@ -1,11 +1,13 @@
 """Run directories in every state: running, finished, interrupted, failed, empty, old, damaged, hostile."""
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,6 +15,8 @@ from conftest import ROOT, TINY, environment, rlcb, tiny_run
 from run_copies import copy_run, edit_json
 
 from rl_cluster_benchmark.analysis.runs import LeftOut, UnusableRunError, find_runs, is_running, load_run, load_runs
+from rl_cluster_benchmark.config_files import load
+from rl_cluster_benchmark.run.directory import RunDirectory
 
 
 def start(output, *args):
@@ -81,19 +85,14 @@ def test_a_failed_run_says_why(tmp_path):
     assert "NaN or infinite" in listed.stdout
 
 
-def test_looking_at_a_run_never_keeps_it_from_starting(tmp_path):
-    """Whoever looks holds the lock for a moment; starting runs try again."""
-    looker = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from pathlib import Path; from rl_cluster_benchmark.analysis.runs import "
-         "is_running\nwhile True: is_running(Path(sys.argv[1]))", tmp_path / "run"],
-        cwd=ROOT, env=environment(),
-    )  # fmt: skip
-    try:
-        for _ in range(2):
-            assert tiny_run(tmp_path / "run", "--overwrite", timesteps=600).returncode == 0
-    finally:
-        looker.kill()
-        looker.wait()
+def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
+    """Whoever looks holds the lock for a moment; a run that starts just then tries again."""
+    directory = RunDirectory.of(load(None, {"output_dir": str(tmp_path)}))
+    os.close(directory.claim(may_hold_a_run=False))
+    looker = os.open(tmp_path / ".lock", os.O_RDONLY)
+    fcntl.flock(looker, fcntl.LOCK_SH)
+    threading.Timer(0.02, os.close, [looker]).start()
+    os.close(directory.claim(may_hold_a_run=False))
 
 
 def damage(cells, tmp_path):
