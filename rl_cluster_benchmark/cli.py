@@ -26,6 +26,8 @@ examples:
   rlcb train --resume --output-dir runs/coinrun
   rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
+  rlcb compare runs/coinrun runs/starpilot
+  rlcb benchmark --algorithms ppo a2c --games coinrun --seeds 1 2 3 --duration 0.5
   rlcb doctor
 """
 

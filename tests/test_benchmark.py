@@ -168,9 +168,8 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path):
     assert "Failed: a2c_distributed_Catch-v0_seed1: " in done.stdout
     assert "Traceback" not in done.stdout
     assert [row["variant"] for row in table(output)] == ["A2C sequential"]
-    assert (
-        "a2c_distributed_Catch-v0_seed1" in json.loads((output / "comparison.json").read_text())["left_out"][0]["run"]
-    )
+    left_out = json.loads((output / "comparison.json").read_text())["left_out"]
+    assert "a2c_distributed_Catch-v0_seed1" in left_out[0]["run"]
 
 
 def test_the_board_estimates_the_end(benchmarked, tmp_path):

@@ -23,7 +23,9 @@ class Processes:
             return []
         rows = []
         with contextlib.suppress(psutil.Error):
-            for process in (psutil.Process(parent), *psutil.Process(parent).children()):
+            for process in (psutil.Process(parent), *psutil.Process(parent).children(recursive=True)):
+                if _is_helper(process):
+                    continue
                 known = self._seen.get(process.pid)
                 if known != process:  # compares the time it was started too
                     known = self._seen[process.pid] = process
@@ -38,6 +40,15 @@ class Processes:
                         }
                     )
         return rows
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """Python's own helpers of its worker processes."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return True
+    return "resource_tracker" in command or "multiprocessing.forkserver" in command
 
 
 def lock_holder(lock: Path) -> int | None:

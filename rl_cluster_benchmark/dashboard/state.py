@@ -65,7 +65,7 @@ class Directory:
             points = list(zip(run.series["step"], run.series["time"], values, counts, strict=True))
             kept = [point for point in [*points[:-1:stride], *points[-1:]] if point[2] == point[2]]
             steps, times, ys, episodes = zip(*kept, strict=True) if kept else ((), (), (), ())
-            early = sum(count < WINDOW for count in episodes) if label == "reward" else 0
+            early = sum(bool(count < WINDOW) for count in episodes) if label == "reward" else 0
             curves[label] = {"step": steps, "time": [t / 60 for t in times], "y": ys, "early": early}
         return curves
 
