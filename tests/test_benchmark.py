@@ -159,17 +159,20 @@ def test_one_cell_at_a_time_as_on_a_cluster(benchmarked, tmp_path):
 
 
 def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path):
+    for name, rate in (("diverging", 1e38), ("sound", 1e-3)):
+        (tmp_path / f"{name}.yaml").write_text(f"algorithm: ppo\ntraining: {{learning_rate: {rate}}}\n")
     output = tmp_path / "matrix"
     done = rlcb(
-        "benchmark", "--algorithms", "a2c", "--modes", "distributed", "sequential", "--games", "Catch-v0", "--seeds", 1,
-        "--total-timesteps", 1000, "--episodes", 5, *CELL_SETTINGS, "--output-dir", output,
+        "benchmark", "--configs", tmp_path / "diverging.yaml", tmp_path / "sound.yaml", "--games", "Catch-v0",
+        "--seeds", 1, "--total-timesteps", 1000, "--episodes", 5, *CELL_SETTINGS, "--output-dir", output,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
-    assert "Failed: a2c_distributed_Catch-v0_seed1: " in done.stdout
+    assert "Failed: diverging_Catch-v0_seed1: The network's weights became NaN or infinite" in done.stdout
     assert "Traceback" not in done.stdout
-    assert [row["variant"] for row in table(output)] == ["A2C sequential"]
-    left_out = json.loads((output / "comparison.json").read_text())["left_out"]
-    assert "a2c_distributed_Catch-v0_seed1" in left_out[0]["run"]
+    assert [row["variant"] for row in table(output)] == ["PPO sequential"]
+    (left_out,) = json.loads((output / "comparison.json").read_text())["left_out"]
+    assert left_out["run"].endswith("diverging_Catch-v0_seed1")
+    assert "NaN or infinite" in left_out["reason"]
 
 
 def test_the_board_estimates_the_end(benchmarked, tmp_path):

@@ -17,7 +17,7 @@ from rl_cluster_benchmark.benchmark.matrix import Matrix
 SECONDS_BETWEEN_DRAWINGS = 2.0
 SECONDS_BETWEEN_LINES = 30.0
 GUESSED_OVERHEAD = 30.0  # seconds to start and evaluate a cell, before any has been measured
-HEAD = ("cell", "state", "steps", "FPS", "reward", "training levels", "unseen levels", "time")
+HEAD = ("cell", "state", "steps", "FPS", "reward", "training levels", "test levels", "time")
 
 
 class Board:

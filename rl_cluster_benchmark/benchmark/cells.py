@@ -16,6 +16,7 @@ from rl_cluster_benchmark.run.stop import Signals
 
 CellState = Literal["to come", "training", "evaluating", "done", "failed"]
 SECONDS_FOR_AN_ORPHAN = 60.0  # that a run of a killed benchmark has to save and end
+MOST_OVERHEAD = 600.0  # seconds to start and evaluate a cell
 SPARE_SECONDS = 900.0  # beyond twice its duration, after which a timed run is ended
 
 
@@ -43,8 +44,15 @@ def look_at(cell: Cell, directory: Path, matrix: Matrix) -> Progress:
     except UnusableRunError:
         return progress
     if run.state == "finished" and not _missing_levels(run, matrix):
-        return Progress(cell, directory, "done", None, run, run.summary.duration_hours * 3600)
+        return Progress(cell, directory, "done", None, run, _seconds_taken(run))
     return progress
+
+
+def _seconds_taken(run: RunRecord) -> float:
+    """From its start to its last evaluation; one that was made much later, after an interruption, counts in part."""
+    training = run.summary.duration_hours * 3600
+    evaluated = max(file.stat().st_mtime for file in run.path.glob("evaluation_*.json"))
+    return training + min(MOST_OVERHEAD, max(0.0, evaluated - (run.path / "config.yaml").stat().st_mtime - training))
 
 
 def work_on(progress: Progress, matrix: Matrix, signals: Signals, look: Callable[[], None], keep_partial: bool) -> None:

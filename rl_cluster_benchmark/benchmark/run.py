@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl_cluster_benchmark.analysis.comparison import Comparison
 from rl_cluster_benchmark.analysis.report import write_report
+from rl_cluster_benchmark.analysis.runs import LeftOut, load_runs
 from rl_cluster_benchmark.analysis.tables import as_table
 from rl_cluster_benchmark.benchmark import matrix as matrices
 from rl_cluster_benchmark.benchmark.board import Board
@@ -91,7 +92,11 @@ def benchmark(
 
 def report(directory: Path, cells: Sequence[Progress]) -> None:
     """The table on the screen; the page, its Markdown and the figures in files."""
-    comparison = Comparison.load([progress.directory for progress in cells])
+    runs, left_out = load_runs([progress.directory for progress in cells if progress.state == "done"])
+    left_out += [LeftOut(p.directory, p.reason or p.state) for p in cells if p.state != "done"]
+    if not runs:
+        return
+    comparison = Comparison.of(runs, left_out)
     print(f"\n{as_table(comparison)}\n")
     for file in write_report(comparison, directory, title="Benchmark"):
         print(f"Saved {file}")
