@@ -15,7 +15,7 @@ from rl_cluster_benchmark.errors import UserError
 MAX_TILES = 9
 MAX_FRAMES = 1000
 SCALE = 3
-CLIP_TILES, CLIP_SCALE, CLIP_FRAMES = 4, 2, 120  # of a .webp, small enough for a page
+CLIP_TILES, CLIP_SCALE, CLIP_FRAMES = 4, 1, 100  # of a .webp, small enough for a page
 FRAMES_PER_SECOND = 15
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -167,7 +168,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path):
         "--seeds", 1, "--total-timesteps", 1000, "--episodes", 5, *CELL_SETTINGS, "--output-dir", output,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
-    assert "Failed: diverging_Catch-v0_seed1: The network's weights became NaN or infinite" in done.stdout
+    assert re.search(r"Failed: diverging_Catch-v0_seed1: .* became NaN or infinite", done.stdout)
     assert "Traceback" not in done.stdout
     assert [row["variant"] for row in table(output)] == ["PPO sequential"]
     (left_out,) = json.loads((output / "comparison.json").read_text())["left_out"]

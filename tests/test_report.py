@@ -40,7 +40,7 @@ def report(cells, tmp_path_factory):
 def test_it_holds_every_section_and_every_run(report):
     page = report.read_text()
     for text in (
-        "<h1>Two games</h1>", "Results", "Curves", "Scores over all games", "Interquartile mean", "Evaluation",
+        "<h1>Two games</h1>", "Results", "Curves", "Normalised scores", "Interquartile mean", "Evaluation",
         "Probability of improvement", "Performance profile", "generalisation gap", "Where the time goes",
         "Speed and scaling", "The agents at play", "Every run, and how to repeat it", "data:image/webp;base64,",
     ):  # fmt: skip
@@ -100,8 +100,8 @@ def test_clips_are_short_and_small(tmp_path):
         recorder(np.roll(frames, shift, axis=2))
     recorder.close()
     with Image.open(tmp_path / "clip.webp") as clip:
-        assert clip.size == (256, 256)
-        assert clip.n_frames <= 120
+        assert clip.size == (128, 128)
+        assert clip.n_frames <= 100
 
 
 @pytest.fixture
@@ -125,8 +125,11 @@ def test_in_chromium_it_opens_from_disk_and_its_toggles_work(report, browser, tm
     everyone = ["A2C sequential", "PPO parallel", "PPO sequential"]
     assert sorted(lines(browser)) == everyone
     assert sorted(lines(browser, "progress")) == everyone
+    profile = "[...document.querySelectorAll('#profile [data-series]')].length"
+    assert browser.evaluate(profile) == 3
     browser.click('button[data-variant="PPO parallel"]')
     assert sorted(lines(browser)) == ["A2C sequential", "PPO sequential"]
+    assert browser.evaluate(profile) == 2
     assert browser.evaluate("document.querySelector('[data-variant=\"PPO parallel\"]').ariaPressed") == "false"
     browser.click('button[data-variant="PPO parallel"]')
     assert sorted(lines(browser)) == everyone

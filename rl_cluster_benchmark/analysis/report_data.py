@@ -29,9 +29,10 @@ PANELS: dict[str, dict[str, Any]] = {
     "loss": {"title": "Policy loss", "metric": "losses/policy_loss", "fromZero": False},
     "progress": {"title": "Environment steps against time", "metric": "step", "fromZero": True},
 }
-MAX_CLIP = 3_000_000
+MAX_CLIP = 3_000_000  # bytes
+MAX_CLIPS = 24  # on a page
 CLIP_TYPES = {b"GIF8": "image/gif", b"RIFF": "image/webp"}
-PROFILE_THRESHOLDS = np.arange(0, 1.0, 0.1)
+PROFILE_THRESHOLDS = np.linspace(0, 1, 21)
 
 
 def colors(comparison: Comparison) -> dict[str, str]:
@@ -94,6 +95,7 @@ def chart_data(comparison: Comparison) -> dict[str, Any]:
         "variants": comparison.variants,
         "reference": REFERENCE,
         "panels": PANELS,
+        "profiles": _profiles(comparison),
         "tasks": [
             {
                 "name": str(task),
@@ -214,18 +216,23 @@ def _scores(comparison: Comparison) -> dict[str, Any] | None:
     if not scores or comparison.basis is None:
         return None
     games = len(next(iter(scores.values())))
-    profile = [["run", *(f"above {t:.1f}" for t in PROFILE_THRESHOLDS)]]
-    for variant, of in scores.items():
-        shares, _ = statistics.performance_profile(of, PROFILE_THRESHOLDS)
-        profile.append([variant, *(f"{share:.0%}" for share in shares)])
     pairs = [["a run of", "scores higher than one of", "probability (95%)"]]
     pairs += [[a, b, tables.interval_or_reason(e)] for a, b, e in tables.probabilities(scores)]
     return {
         "basis": f"{comparison.basis[1].capitalize()}, {games} game{'s' if games > 1 else ''}",
         "means": whiskers(list(comparison.interquartile_means().items()), colors(comparison), places=3),
         "improvement": pairs,
-        "profile": profile,
     }
+
+
+def _profiles(comparison: Comparison) -> list[dict[str, Any]]:
+    """The share of runs above each score, as a curve for each variant."""
+    lines = []
+    for variant, scores in comparison.scores().items():
+        shares, band = statistics.performance_profile(scores, PROFILE_THRESHOLDS)
+        line = {"variant": variant, "x": _rounded(PROFILE_THRESHOLDS), "y": _rounded(shares)}
+        lines.append(line if band is None else line | {"low": _rounded(band[0]), "high": _rounded(band[1])})
+    return lines
 
 
 def _evaluations(comparison: Comparison) -> list[dict[str, Any]]:
@@ -291,7 +298,7 @@ def _clips(comparison: Comparison) -> list[dict[str, str]]:
                 caption = f"{group.variant}, {group.task.game}, seed {run.seed}"
                 clips.append({"source": source, "caption": caption})
                 break
-    return clips
+    return clips[:MAX_CLIPS]
 
 
 def _clip(run: RunRecord) -> str | None:

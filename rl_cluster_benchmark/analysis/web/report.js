@@ -5,12 +5,15 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const hidden = new Set();
 let axis = "step";
 
-const charts = [...document.querySelectorAll(".chart")].map((place) => {
+const charts = [...document.querySelectorAll(".chart[data-task]")].map((place) => {
   const { task, panel } = place.dataset;
   const { title, fromZero, empty } = data.panels[panel];
   const label = `${title}, ${data.tasks[task].name}`;
   return { task, panel, chart: new LineChart(place, { label, fromZero, empty }) };
 });
+
+const profilePlace = document.getElementById("profile");
+const profile = profilePlace && new LineChart(profilePlace, { label: "Performance profile", fromZero: true, xLabel: "normalised score" });
 
 function seriesOf(task, panel) {
   const lines = [];
@@ -31,6 +34,10 @@ function drawAll() {
   for (const { task, panel, chart } of charts) {
     const xLabel = X_LABELS[panel === "progress" ? "time" : axis];
     chart.show(seriesOf(task, panel), { xLabel });
+  }
+  if (profile) {
+    const shown = data.profiles.filter((line) => !hidden.has(line.variant));
+    profile.show(shown.map((line) => ({ name: line.variant, color: colorOf(data.variants.indexOf(line.variant)), seeds: 2, ...line })));
   }
 }
 
