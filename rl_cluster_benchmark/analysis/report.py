@@ -16,6 +16,7 @@ from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.analysis import report_data, tables, text
 from rl_cluster_benchmark.analysis.comparison import Comparison
 from rl_cluster_benchmark.analysis.comparison_plot import plot_comparison
+from rl_cluster_benchmark.analysis.report_runs import commands
 from rl_cluster_benchmark.analysis.template import as_template
 from rl_cluster_benchmark.analysis.verdicts import headline
 from rl_cluster_benchmark.errors import UserError
@@ -97,9 +98,8 @@ def markdown(comparison: Comparison, title: str) -> str:
     lines += ["## Where the time goes", "", *_phase_table(comparison), "", "## Every run, and how to repeat it", ""]
     for group in comparison.groups:
         for run in group.runs:
-            commands = [text.plain(command) for command in report_data.commands(run)]
             lines += [f"{escape(f'{group.variant}, {run.game}, seed {run.seed}, {run.state}')}:", ""]
-            lines += [f"    {command}" for command in commands]
+            lines += [f"    {text.plain(command)}" for command in commands(run)]
             lines.append("")
     if comparison.left_out:
         lines += ["## Left out", "", *(f"- {escape(str(item))}" for item in comparison.left_out), ""]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import math
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.analysis import groups as figures
 from rl_cluster_benchmark.analysis import published, statistics, tables, text
 from rl_cluster_benchmark.analysis.comparison import Comparison
 from rl_cluster_benchmark.analysis.curves import REWARD, Axis, curve
 from rl_cluster_benchmark.analysis.groups import Group, Metric, Task
-from rl_cluster_benchmark.analysis.runs import RunRecord, UnusableRunError, read_inside
+from rl_cluster_benchmark.analysis.report_runs import clips, run_entry
 from rl_cluster_benchmark.analysis.statistics import ONE_SEED, Estimate
 from rl_cluster_benchmark.analysis.verdicts import headline, interval
-from rl_cluster_benchmark.run.directory import RunDirectory
 
 REFERENCE = "published PPO"
 NO_REWARD = "no episode has ended in every run"
@@ -29,9 +25,6 @@ PANELS: dict[str, dict[str, Any]] = {
     "loss": {"title": "Policy loss", "metric": "losses/policy_loss", "fromZero": False},
     "progress": {"title": "Environment steps against time", "metric": "step", "fromZero": True},
 }
-MAX_CLIP = 3_000_000  # bytes
-MAX_CLIPS = 24  # on a page
-CLIP_TYPES = {b"GIF8": "image/gif", b"RIFF": "image/webp"}
 PROFILE_THRESHOLDS = np.linspace(0, 1, 21)
 
 
@@ -59,8 +52,8 @@ def page(comparison: Comparison, title: str) -> dict[str, Any]:
         "evaluation_note": _evaluation_note(comparison),
         "phases": page_phases(comparison),
         "phase_names": [{"name": name, "color": f"var(--c{i % 8})"} for i, name in enumerate(_phase_names(comparison))],
-        "clips": _clips(comparison),
-        "runs": [_run(run, colors(comparison)[g.variant], g) for g in comparison.groups for run in g.runs],
+        "clips": clips(comparison),
+        "runs": [run_entry(run, colors(comparison)[g.variant], g) for g in comparison.groups for run in g.runs],
         "left_out": [str(item) for item in comparison.left_out],
     }
 
@@ -283,61 +276,3 @@ def page_phases(comparison: Comparison) -> list[dict[str, Any]]:
         largest = sorted(shares.items(), key=lambda item: -item[1])[:2]
         bars.append({"name": variant, "parts": parts, "text": ", ".join(f"{n} {share:.0%}" for n, share in largest)})
     return bars
-
-
-# Clips and runs
-
-
-def _clips(comparison: Comparison) -> list[dict[str, str]]:
-    """One of each group: that of its first seed that has one."""
-    clips = []
-    for group in comparison.groups:
-        for run in group.runs:
-            source = _clip(run)
-            if source is not None:
-                caption = f"{group.variant}, {group.task.game}, seed {run.seed}"
-                clips.append({"source": source, "caption": caption})
-                break
-    return clips[:MAX_CLIPS]
-
-
-def _clip(run: RunRecord) -> str | None:
-    for name in ("clip.webp", "clip.gif"):
-        try:
-            content = read_inside(run.path, run.path / name, limit=MAX_CLIP)
-        except UnusableRunError:
-            continue
-        kind = CLIP_TYPES.get(content[:4]) if content else None
-        if content and kind:
-            return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-    return None
-
-
-def _run(run: RunRecord, color: str, group: Group) -> dict[str, str]:
-    summary = run.summary
-    facts = {
-        "directory": str(run.path),
-        "finished": summary.finished_at,
-        "commit": summary.git_commit,
-        **summary.versions,
-    }
-    return {
-        "name": f"{group.variant}, {run.game}, seed {run.seed}",
-        "color": color,
-        "state": run.state if run.reason is None else f"{run.state} ({run.reason})",
-        "facts": ", ".join(f"{name} {value}" for name, value in facts.items() if value),
-        "commands": "\n".join(commands(run)),
-        "config": configs.to_yaml(run.config),
-    }
-
-
-def commands(run: RunRecord) -> list[str]:
-    """What repeats the run and its evaluations."""
-    again = run.path.with_name(f"{run.path.name}_again")
-    directory = RunDirectory.of(run.config.model_copy(update={"output_dir": str(again)}))
-    lines = [shlex.join(["rlcb", "train", "--config", str(run.path / "config.yaml"), "--output-dir", str(again)])]
-    for levels, evaluation in run.evaluations.items():
-        call = ["rlcb", "evaluate", "--checkpoint", str(directory.final_checkpoint()), "--levels", levels]
-        call += ["--num-episodes", str(evaluation.num_episodes), "--seed", str(evaluation.seed)]
-        lines.append(shlex.join([*call, *(["--deterministic"] if evaluation.deterministic else [])]))
-    return lines

@@ -174,7 +174,10 @@ def _winner(groups: list[Group], estimates: list[Estimate | None], line: Line) -
     if any(mine.overlaps(other) for other in others):
         return "none: intervals overlap"
     base = abs(next_best.value)
-    margin = f" ({100 * (best.value - next_best.value) / base:+.0f}%)" if base > 1e-9 else ""
+    percent = 100 * (best.value - next_best.value) / base if base > 1e-9 else None
+    if percent is not None and abs(percent) < 0.5:
+        return "none: less than 1% apart"
+    margin = f" ({percent:+.0f}%)" if percent is not None else ""
     has_seeds = best.interval is not None and next_best.interval is not None
     return f"{first.variant}{margin}{'' if has_seeds else MARK}"
 
