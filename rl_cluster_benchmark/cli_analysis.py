@@ -198,7 +198,7 @@ def _matrix(args: argparse.Namespace) -> Matrix | None:
         args.algorithms, args.modes, args.configs, args.games, args.seeds, args.duration, args.total_timesteps,
         args.episodes, args.set,
     )  # fmt: skip
-    if args.resume and not any(given) and not args.deterministic:
+    if args.resume and all(value is None for value in given) and not args.deterministic:
         return None
     if args.configs and (args.algorithms or args.modes):
         raise UserError("Give either --configs or --algorithms and --modes: a config names its own.")
@@ -211,7 +211,7 @@ def _matrix(args: argparse.Namespace) -> Matrix | None:
         seeds=args.seeds or [1, 2, 3],
         duration_hours=args.duration,
         total_timesteps=args.total_timesteps,
-        episodes=args.episodes or 100,
+        episodes=100 if args.episodes is None else args.episodes,
         deterministic=args.deterministic,
         settings=args.set or [],
     )

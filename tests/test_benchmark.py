@@ -116,6 +116,7 @@ def test_an_existing_benchmark_is_not_touched_without_being_told(benchmarked):
         (("--duration", 1, "--algorithms", "dqn"), "dqn_sequential_coinrun_seed1: command line: algorithm = 'dqn'"),
         (("--duration", 1, "--seeds", 1, 1), "would hold"),
         (("--duration", -1), "duration_hours"),
+        (("--duration", 1, "--episodes", 0), "episodes: Input should be greater than or equal to 1"),
         (("--games", "coinrun"), "Say how long each run trains"),
         (("--duration", 1, "--configs", "nothing"), "Config file nothing does not exist"),
         (("--duration", 1, "--configs", "quickstart", "--modes", "parallel"), "Give either --configs or"),

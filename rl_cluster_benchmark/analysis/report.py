@@ -19,7 +19,7 @@ from rl_cluster_benchmark.analysis.comparison_plot import plot_comparison
 from rl_cluster_benchmark.analysis.report_runs import commands
 from rl_cluster_benchmark.analysis.template import as_template
 from rl_cluster_benchmark.analysis.verdicts import headline
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.run.files import write_atomically
 
 WEB = Path(__file__).with_name("web")
@@ -39,7 +39,10 @@ def write_report(comparison: Comparison, directory: Path, title: str) -> list[Pa
         "benchmark_results.txt": as_template(comparison) + "\n",
     }
     for name, content in contents.items():
-        write_atomically(directory / name, content.encode())
+        try:
+            write_atomically(directory / name, content.encode())
+        except TrainingFailedError:
+            raise UserError(f"Cannot write {directory / name}; choose another --output-dir.") from None
     plot = plot_comparison(comparison, directory / "comparison.png")
     return [*(directory / name for name in contents), plot]
 

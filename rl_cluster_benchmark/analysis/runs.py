@@ -33,6 +33,7 @@ State = Literal["running", "finished", "interrupted", "failed"]
 
 MARKS = ("config.yaml", "training_summary.json", "benchmark_metrics.json", "metrics.jsonl")
 MAX_DEPTH = 6
+NO_RUNS_BELOW = ("venv", "node_modules", "__pycache__")
 MAX_RUNS = 10_000
 KILLED = "it ended without a summary: killed, or the machine went down"
 
@@ -121,10 +122,12 @@ def _walk(root: Path, depth: int) -> Iterator[Path]:
         yield root
         return
     try:
-        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
+        entries = [entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return
-    for name in names if depth > 0 else ():
+    for name in sorted(entries) if depth > 0 else ():
+        if name.startswith(".") or name in NO_RUNS_BELOW:
+            continue
         yield from _walk(root / name, depth - 1)
 
 
