@@ -10,13 +10,11 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 from conftest import ROOT, environment, rlcb
 
 from rl_cluster_benchmark import config_files, hardware
-from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.scaling import results
 from rl_cluster_benchmark.scaling.cases import choose_counts, make_cases
@@ -66,12 +64,6 @@ def assert_gone(processes):
     assert not alive
 
 
-def minibatch_sizes(config, env_ids):
-    """Of one epoch, as PPO cuts them for these environments."""
-    worker = SimpleNamespace(config=config, hyper=config.training, env_ids=env_ids)
-    return [len(rows) for rows in PPO.minibatches(worker, 0, 0)]
-
-
 @pytest.mark.parametrize("envs_per_worker", [None, 4])
 @pytest.mark.parametrize("pin", ["auto", "never"])
 def test_an_independent_run_does_what_a_worker_does(envs_per_worker, pin, monkeypatch):
@@ -84,20 +76,21 @@ def test_an_independent_run_does_what_a_worker_does(envs_per_worker, pin, monkey
         assert plan.num_workers == case.workers == len(case.cores)
         assert together.env.num_envs == case.num_envs == (64 if envs_per_worker is None else 4 * case.workers)
         assert together.training.target_kl is None, "it would end some updates early"
-        shards = np.array_split(np.arange(case.num_envs), case.workers)
         assert len(case.independents) == case.workers
         assert len({run.env.seed for run in case.independents}) == case.workers
         pinned_to = [set(case.cores) if core is None else {core} for core in plan.cores]
         assert case.core_sets() == pinned_to, "the same cores, in the same way"
         assert (plan.cores[0] is None) == (pin == "never")
-        for run, shard in zip(case.independents, shards, strict=True):
+        assert together.rollout_size / together.batch_size == 8, "as many optimiser steps, however many workers"
+        for run in case.independents:
             assert run.mode == "sequential"
             own = hardware.plan(run)
             assert (own.micro_batch, own.num_threads) == (plan.micro_batch, plan.num_threads)
             assert own.precision == plan.precision
-            expected = minibatch_sizes(together, list(map(int, shard)))
-            assert minibatch_sizes(run, range(run.env.num_envs)) == expected
-            assert len(expected) == 8, "as many optimiser steps, however many workers"
+            assert run.env.num_envs * case.workers == case.num_envs
+            assert run.batch_size * case.workers == together.batch_size
+            assert run.rollout_size / run.batch_size == 8
+            assert run.training.n_epochs == together.training.n_epochs == 3
 
 
 def test_the_total_is_that_of_the_training_command():

@@ -41,7 +41,7 @@ class Round:
 
     @property
     def of_slowest(self) -> float:
-        """The same of the slowest independent run: who works in step cannot be faster than it."""
+        """The same if all kept step with the slowest independent run, each doing its own share."""
         return min(rate.fps for rate in self.independents) * len(self.independents) / self.independent_fps
 
 
@@ -108,7 +108,7 @@ LEGEND = """\
 FPS          environment steps per second, all workers together
 independent  the sum of as many single-worker runs side by side: the same work each, no communication
 of machine   the first over the second: what is kept of what the cores give
-of slowest   what would be kept at the pace of the slowest independent run, for who works in step waits for it
+of slowest   what would be kept if each did its own share in step with the slowest independent run
 efficiency   speed-up over one worker, divided by the workers; indep. eff. is that of the independent runs
 comm.        share of the time spent on summing, besides waiting for others"""
 
