@@ -7,7 +7,7 @@ OUT ?= benchmarks
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed scaling evaluate evaluate-ppo evaluate-impala tensorboard docs bench clean
+.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala tensorboard docs bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-27s %s\n", $$1, $$2}'
@@ -17,6 +17,10 @@ quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evalua
 
 test: lint ## set up and run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-cluster: venv/.installed ## the tests on real engines: hosts, SSH, torchrun, SLURM, qsub, Ray (root; installs them)
+	cluster_tests/install.sh $(BIN)/python
+	$(BIN)/python -m pytest cluster_tests $(ARGS)
 
 lint: venv/.installed ## check style and types
 	$(BIN)/ruff check .
@@ -69,6 +73,9 @@ train-impala-parallel: venv/.installed ## train IMPALA on all cores
 
 train-impala-parallel-timed: venv/.installed ## the same for half an hour
 	$(BIN)/python train_impala_parallel_timed.py --duration 0.5 --output-dir $(OUT)/impala_par_30min $(ARGS)
+
+train-distributed: venv/.installed ## train PPO on two pretended machines here; see docs/cluster.md for real ones
+	$(BIN)/rlcb launch local --nodes 2 -- train $(ARGS)
 
 evaluate: venv/.installed ## evaluate the newest checkpoint
 	$(BIN)/python evaluate.py --deterministic $(ARGS)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from hosts import Hosts, missing
 
 ROOT = Path(__file__).parent.parent
@@ -109,3 +109,23 @@ def check_run(output: Path, *, nodes: int, state: str = "finished") -> dict:
     assert steps[-1] == summary["total_timesteps"]
     assert not list(output.rglob("*.tmp"))
     return summary
+
+
+def ssh_settings(directory: Path, **server: object) -> tuple[Path, list[str]]:
+    """(config of a server, options of a client that gets into it); no user's keys or settings are touched."""
+    need("sshd", "ssh", "ssh-keygen")
+    for name in ("host_key", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / name], check=True)
+    shutil.copy(directory / "key.pub", directory / "authorized_keys")
+    settings = {
+        "HostKey": directory / "host_key", "AuthorizedKeysFile": directory / "authorized_keys", "StrictModes": "no",
+        "UsePAM": "no", "PidFile": "none", "PasswordAuthentication": "no",
+    }  # fmt: skip
+    config = directory / "sshd_config"
+    config.write_text("".join(f"{key} {value}\n" for key, value in (settings | server).items()))
+    os.makedirs("/run/sshd", exist_ok=True)
+    options = {
+        "IdentityFile": directory / "key", "StrictHostKeyChecking": "no", "UserKnownHostsFile": "/dev/null",
+        "IdentitiesOnly": "yes",
+    }  # fmt: skip
+    return config, [f"{key}={value}" for key, value in options.items()]

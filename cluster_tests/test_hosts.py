@@ -1,7 +1,6 @@
 """torchrun, plain flags and SSH over three hosts with a network; what happens when a host or a link is lost."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from conftest import FOREVER, ROOT, TINY, check_run, need, updates, wait_until
+from conftest import FOREVER, ROOT, TINY, check_run, ssh_settings, updates, wait_until
 
 RLCB = (sys.executable, "-m", "rl_cluster_benchmark")
 
@@ -17,24 +16,10 @@ RLCB = (sys.executable, "-m", "rl_cluster_benchmark")
 @pytest.fixture
 def sshd(hosts, processes, tmp_path):
     """A server on every host, and the options with which a client on h0 gets in; no user's keys are touched."""
-    need("sshd", "ssh", "ssh-keygen")
-    for name in ("host_key", "key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    shutil.copy(tmp_path / "key.pub", tmp_path / "authorized_keys")
-    settings = {
-        "HostKey": tmp_path / "host_key", "AuthorizedKeysFile": tmp_path / "authorized_keys", "StrictModes": "no",
-        "UsePAM": "no", "PidFile": "none", "PasswordAuthentication": "no",
-    }  # fmt: skip
-    config = tmp_path / "sshd_config"
-    config.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
-    os.makedirs("/run/sshd", exist_ok=True)
+    config, options = ssh_settings(tmp_path)
     for index in (1, 2, 3):
         processes.start(hosts.call(index, ["/usr/sbin/sshd", "-D", "-f", config]), tmp_path / f"sshd{index}.log")
-    options = {
-        "IdentityFile": tmp_path / "key", "StrictHostKeyChecking": "no", "UserKnownHostsFile": "/dev/null",
-        "IdentitiesOnly": "yes",
-    }  # fmt: skip
-    return [f"{key}={value}" for key, value in options.items()]
+    return options
 
 
 def launch_ssh(hosts, sshd, tmp_path, output, *args):
@@ -114,11 +99,13 @@ def test_ssh_a_cut_host_is_left_out(hosts, processes, sshd, tmp_path):
     args = ("--total-timesteps", FOREVER, "--set", "cluster.min_nodes=2")
     process = processes.start(launch_ssh(hosts, sshd, tmp_path, output, *args), log)
     wait_until(lambda: updates(output) > 6, 90, "training", log)
+    lonely = node_process(str(output), 2)
     hosts.cut(3)
     cut_at = time.monotonic()
     wait_until(lambda: "error: " in log.read_text(), 30, "the end of the others", log)
     assert time.monotonic() - cut_at < 20, "cluster.timeout is 6 s"
     assert "Node 2 (h3)" in log.read_text()
+    assert not psutil.wait_procs([lonely], timeout=20)[1], "the machine that is cut off ends by itself"
     before = updates(output)
     wait_until(lambda: "with 2 of 3 machines" in log.read_text(), 90, "the restart", log)
     wait_until(lambda: updates(output) > before + 5, 90, "going on", log)
@@ -160,3 +147,28 @@ def test_a_name_that_means_the_host_itself_is_told(hosts, processes, tmp_path):
             "--node-rank", 1, "--set", "cluster.join_timeout=3", "--output-dir", tmp_path / "run"]  # fmt: skip
     assert finished(processes.start(hosts.call(2, call), log), 30, log) == 1
     assert "The head at localhost:29500 (an address of this machine itself) did not answer" in log.read_text()
+
+
+def test_torchrun_starts_a_killed_worker_again(hosts, processes, tmp_path):
+    """Its restarts run the same command again: the run goes on by itself."""
+    output = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1,
+                "--max-restarts", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400",
+                "--rdzv-id", "again"]  # fmt: skip
+    script = [ROOT / "train_ppo_distributed.py", *TINY, "--total-timesteps", 40_000, "--output-dir", output]
+    logs = [tmp_path / f"h{index}.log" for index in (1, 2)]
+    environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # with the shared one, restarts sometimes fail to connect
+    nodes = [
+        processes.start(hosts.call(i, [*torchrun, *script]), log, **environ)
+        for i, log in zip((1, 2), logs, strict=True)
+    ]
+    wait_until(lambda: updates(output) > 6, 120, "training", logs[0])
+    for agent in nodes:
+        (node,) = psutil.Process(agent.pid).children()
+        if "spawn_main" not in " ".join(node.cmdline()):
+            next(c for c in node.children() if "spawn_main" in " ".join(c.cmdline())).kill()
+            break
+    for process, log in zip(nodes, logs, strict=True):
+        assert finished(process, 150, log) == 0, log.read_text()
+    assert any("Resumed from" in log.read_text() for log in logs)
+    check_run(output, nodes=2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import FOREVER, ROOT, TINY, Processes, check_run, environment, need, updates, wait_until
+from conftest import FOREVER, ROOT, TINY, Processes, check_run, environment, need, ssh_settings, updates, wait_until
 from slurm_cluster import SlurmCluster
 
 from rl_cluster_benchmark.cluster.launch import jobs
@@ -145,3 +145,33 @@ def test_one_command_as_a_job(slurm, tmp_path, monkeypatch):
     wait_until(lambda: system.state(job) is None, 60, "the end of the job")
     assert system.status(job) == 0
     assert "procgen-maze-v0" in system.log_file(job, options).read_text()
+
+
+def test_the_pbs_script_through_a_qsub_that_is_not_pbs(slurm, processes, tmp_path):
+    """SLURM's qsub reads #PBS lines but is no PBS. It sets no PBS_NODEFILE: two loopback addresses stand in."""
+    need("qsub")
+    output, hosts = tmp_path / "run", tmp_path / "hosts"
+    config, options = ssh_settings(tmp_path, Port=2299, ListenAddress="127.0.0.2")
+    with config.open("a") as file:
+        file.write("ListenAddress 127.0.0.3\n")
+    processes.start(["/usr/sbin/sshd", "-D", "-f", config], tmp_path / "sshd.log")
+    hosts.write_text("127.0.0.2\n127.0.0.2\n127.0.0.3\n")
+    words = [word for option in (*options, "Port=2299") for word in ("--ssh-option", option)]
+    call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "pbs", "--nodes", 2, "--cpus-per-node", 1, "--time",
+            "01:00:00", "--hosts", hosts, "--env", "PYTHONPATH", *words, "--directory", tmp_path, "--script",
+            tmp_path / "job.sh", "--log", tmp_path / "job.log", "--", "train", *TINY, "--output-dir", output,
+            "--total-timesteps", FOREVER]  # fmt: skip
+    environ = environment(**slurm.environ)
+    done = subprocess.run(list(map(str, call)), cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[1].partition(".")[0]
+    wait_until(lambda: updates(output) > 5, 120, "training")
+    slurm.ask("scancel", "--signal=USR1", "--batch", job)
+    wait_until(lambda: not state(slurm, job), 60, "the end of the first job")
+    before = updates(output)
+    wait_until(lambda: updates(output) > before + 5, 120, "going on in a second job")
+    (second,) = slurm.ask("squeue", "-h", "-o", "%i").split()
+    slurm.ask("scancel", "--signal=TERM", "--batch", second)
+    wait_until(lambda: not state(slurm, second), 60, "the end")
+    check_run(output, nodes=2, state="interrupted")
+    assert not slurm.ask("squeue", "-h"), "a job that was ended by hand is not submitted again"

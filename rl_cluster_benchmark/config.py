@@ -207,7 +207,7 @@ class ImpalaConfig(Section):
         "null is parallel.num_workers, and auto where that is null.",
     )
     num_learners: AutoCount = Field(
-        "auto", description="Parallel mode: processes that learn; auto is the cores left over."
+        "auto", description="Parallel mode: processes that learn; auto: the cores left over."
     )
     pages_per_actor: Int = Field(
         2, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
@@ -237,6 +237,13 @@ class ParallelConfig(Section):
     )
     reduce: Literal["shared_memory", "gloo"] = Field(
         "shared_memory", description="How gradients are summed; gloo is torch.distributed, kept for comparison."
+    )
+    balance: Float | None = Field(
+        None,
+        ge=0,
+        le=0.9,
+        description="PPO, A2C: share of each minibatch that goes to whichever worker is free first, so that slow cores "
+        "do not hold up fast ones; null is 0.25 for Procgen and 0 for vectors. It changes the rounding of sums alone.",
     )
     pin: Literal["auto", "always", "never"] = Field(
         "auto", description="Pin each worker to a core; auto does when the run has all of the machine's cores."
@@ -358,9 +365,10 @@ class Config(Section):
 
     @property
     def unrolls_per_step(self) -> int:
-        """IMPALA: how many unrolls, each n_steps of one environment, make about a batch_size."""
+        """IMPALA: unrolls, each n_steps of one environment, that make about a batch_size; as many for each learner."""
         learners = self.impala.num_learners if self.mode == "parallel" and self.impala.num_learners != "auto" else 1
-        return min(max(learners, self.training.batch_size // self.training.n_steps), self.env.num_envs)
+        each = round(self.training.batch_size / self.training.n_steps / learners)
+        return max(1, min(each, self.env.num_envs // learners)) * learners
 
     @model_validator(mode="after")
     def _check(self) -> Self:

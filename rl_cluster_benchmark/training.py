@@ -45,11 +45,11 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
         config = split.fill_in(config)
     config, plan = hardware.resolve(config)
     directory = RunDirectory.of(config)
-    job = cluster.place.job if cluster is not None else ""
-    if cluster is not None and cluster.place.is_restart and directory.belongs_to(job):
-        resume = True  # the scheduler has put the same command into the queue again
+    jobs = [n.job for n in cluster.nodes] if cluster is not None else []
+    if cluster is not None and cluster.place.is_restart and directory.belongs_to(cluster.place.job):
+        resume = True  # a scheduler has started the same command again
     patience = config.cluster.timeout if cluster is not None and resume else 0.0  # the last head may still be ending
-    claim = directory.claim(may_hold_a_run=resume or overwrite, patience=patience, job=job)
+    claim = directory.claim(may_hold_a_run=resume or overwrite, patience=patience, jobs=jobs)
     try:
         found = checkpoint.newest(directory) if resume else None
         resumed_path, resumed_from = found or (None, None)
@@ -68,7 +68,7 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
         run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
         run.may_write = claim.check
         if cluster is not None:
-            run.nodes = [(n.name, n.num_workers, n.usable_cores) for n in cluster.nodes]
+            run.nodes = cluster.shares()
             run.memory_elsewhere = cluster.membership.memory_elsewhere
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
         if run.is_complete() or run.should_stop():

@@ -134,7 +134,12 @@ PRESETS = {  # name: (environments, workers x environments each, steps, batch)
     "impala_parallel": (None, (4, 8), 128, None),
     "impala_sequential_ryzen7": (48, None, 128, None),
     "impala_parallel_ryzen7": (None, (4, 12), 128, None),
+    "impala_procgen": (None, None, 32, 1024),
+    "a3c_parallel": (None, None, 16, None),
+    "a3c_sequential": (64, None, 16, None),
     "ppo_cpu_cluster": (None, None, 128, 2048),
+    "a2c_cpu_cluster": (None, None, 16, None),
+    "impala_cpu_cluster": (None, None, 128, None),
     "ppo_procgen_paper": (64, None, 256, 2048),
 }
 

@@ -7,23 +7,29 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, environment
 
-from rl_cluster_benchmark import cli, training
+from rl_cluster_benchmark import cli, hardware, training
+from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.cluster import node
+from rl_cluster_benchmark.cluster.membership import Membership
 from rl_cluster_benchmark.cluster.network import free_port
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.timing import PhaseClock
 
 TINY = (
     "--env", "Catch-v0", "--set", "training.n_steps=32", "--set", "parallel.pin=never", "--num-envs", 16,
-    "--batch-size", 128, "--num-threads", 1, "--set", "hardware.precision=float32", "--set", "cluster.timeout=6",
+    "--batch-size", 128, "--num-threads", 1, "--set", "hardware.precision=float32", "--set", "cluster.timeout=10",
     "--set", "logging.tensorboard=false",
 )  # fmt: skip
 FOREVER = 100_000_000
@@ -53,7 +59,7 @@ class Nodes:
             )
         return self.processes
 
-    def ends(self, timeout=60):
+    def ends(self, timeout=200):
         """[(exit status, output)] of all."""
         texts = [process.communicate(timeout=timeout)[0] for process in self.processes]
         return [(process.returncode, text) for process, text in zip(self.processes, texts, strict=True)]
@@ -97,7 +103,7 @@ def summary(output):
 
 def wait_for_updates(output, count, nodes):
     log = output / "logs" / "PPO_Distributed" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while not log.exists() or log.read_text().count("\n") < count:
         assert all(process.poll() is None for process in nodes.processes), nodes.ends()
         assert time.monotonic() < deadline
@@ -109,9 +115,10 @@ def assert_gone(processes):
     assert not alive
 
 
-def sequential_state(output, algorithm):
+def sequential_state(output, algorithm, timesteps=2500):
     """The reference, trained in this process: it starts no other."""
-    args = ["train", "--algorithm", algorithm, *TINY, "--total-timesteps", 2500, "--output-dir", output]
+    torch.set_num_threads(1)
+    args = ["train", "--algorithm", algorithm, *TINY, "--total-timesteps", timesteps, "--output-dir", output]
     config = cli.config_from(cli.build_parser().parse_args(list(map(str, args))))
     assert training.train(config, Signals()) == 0
     return checkpoint.load(output / "checkpoints" / f"{algorithm}_sequential_final.pt")
@@ -148,19 +155,19 @@ def test_the_loss_of_a_part_ends_all_with_the_reason(victim, nodes, tmp_path):
     lost_at = time.monotonic()
     if victim == "worker":
         next(worker for worker in workers if worker.ppid() == other.pid).kill()
-        survivors, reason = nodes.ends(timeout=20), "Worker 0 was killed by SIGKILL"
+        survivors, reason = nodes.ends(timeout=60), "Worker 0 was killed by SIGKILL"
         assert survivors[1][0] == 1
         assert "Node 1 (" in survivors[0][1]
     elif victim == "head":
         head.kill()
-        survivors, reason = nodes.ends(timeout=20)[1:], "Lost contact with Node 0"
+        survivors, reason = nodes.ends(timeout=60)[1:], "Lost contact with Node 0"
     else:
         for process in (psutil.Process(other.pid), *psutil.Process(other.pid).children()):
             process.suspend()
-        text, _ = head.communicate(timeout=20)
+        text, _ = head.communicate(timeout=60)
         survivors, reason = [(head.returncode, text)], "Node 1 ("
         other.kill()
-    assert time.monotonic() - lost_at < 15
+    assert time.monotonic() - lost_at < 30, "cluster.timeout is 10 s"
     for status, text in survivors:
         assert status == 1, text
         assert reason in text, text
@@ -172,12 +179,22 @@ def test_the_loss_of_a_part_ends_all_with_the_reason(victim, nodes, tmp_path):
     assert list((output / "checkpoints").glob("*.pt"))
 
 
+def test_the_head_hears_how_much_memory_the_others_use():
+    membership = Membership(lambda timeout: dist.HashStore(), 0, ["head", "other"], timeout=5.0)
+    membership._store.set("beat/1", "1 1000")
+    deadline = time.monotonic() + 5
+    while membership.memory_elsewhere() == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert membership.memory_elsewhere() == 1000
+    membership._leave(lambda: None, 1.0)
+
+
 def test_a_signal_to_one_machine_stops_all_and_the_run_goes_on_with_fewer(nodes, tmp_path):
     output = tmp_path / "run"
     _, other = nodes.start(output, timesteps=FOREVER, workers=2)
     wait_for_updates(output, 3, nodes)
     os.kill(other.pid, signal.SIGUSR1)
-    for status, text in nodes.ends(timeout=20):
+    for status, text in nodes.ends(timeout=60):
         assert status == 128 + signal.SIGUSR1, text
     assert summary(output)["state"] == "interrupted"
     first = summary(output)
@@ -219,3 +236,54 @@ def test_a_head_that_comes_back_late_writes_no_more(tmp_path):
         late.check()
     for claim in (late, now):
         claim.release()
+
+
+def alone(config, env_ids, clock_course):
+    plan = hardware.plan(config)
+    return Worker.build(config, plan, env_ids=env_ids, reduce=Alone(), course=clock_course, checkpoint=None)
+
+
+def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path):
+    """3 updates with an average every 2, and one at the end, against the definition."""
+    args = ["--set", "cluster.sync=local_sgd", "--set", "cluster.sync_every=2"]
+    train(tmp_path / "run", *args, timesteps=1300)
+    state = checkpoint.load(tmp_path / "run" / "checkpoints" / "ppo_distributed_final.pt")
+    assert state["progress"]["updates"] == 3
+    words = ["train", "--mode", "distributed", *TINY, "--num-nodes", 2, "--workers-per-node", 1, *args]
+    config = cli.config_from(cli.build_parser().parse_args(list(map(str, words))))
+    course = SimpleNamespace(clock=PhaseClock(), updates=0)
+    machines = [alone(config, range(start, start + 8), course) for start in (0, 8)]
+    for update in range(3):
+        for machine in machines:
+            rollout = machine.collector.collect(update, lambda: False)
+            machine.algorithm.update(rollout, index=update, progress=0.0, interrupted=lambda: False)
+        if update in (1, 2):
+            vectors = [machine.algorithm.on_policy.learner.vectors() for machine in machines]
+            for first, second in zip(*vectors, strict=True):
+                first.copy_((first + second) / 2)
+                second.copy_(first)
+            scales = [machine.algorithm.on_policy.normalize_rewards for machine in machines]
+            for name in ("mean", "variance", "count"):
+                mean = sum(getattr(scale, name) for scale in scales) / 2
+                for scale in scales:
+                    setattr(scale, name, mean)
+    for key, tensor in machines[0].state()["model"].items():
+        torch.testing.assert_close(state["model"][key], tensor, atol=2e-5, rtol=1e-3, msg=key)
+    assert state["algorithm"]["reward_normalizer"] == pytest.approx(scales[0].state_dict())
+    for key, moment in machines[0].state()["algorithm"]["optimizer"]["moments"]["exp_avg"].items():
+        torch.testing.assert_close(
+            state["algorithm"]["optimizer"]["moments"]["exp_avg"][key], moment, atol=1e-5, rtol=1e-2
+        )
+
+
+def test_compressed_gradients_are_rounded_and_statistics_are_not(tmp_path):
+    train(tmp_path / "run", "--set", "cluster.compression=bfloat16", timesteps=400)
+    reference = sequential_state(tmp_path / "sequential", "ppo", timesteps=400)
+    state = checkpoint.load(tmp_path / "run" / "checkpoints" / "ppo_distributed_final.pt")
+    differences = [(state["model"][key] - tensor).abs().max().item() for key, tensor in reference["model"].items()]
+    assert 1e-5 < max(differences) < 5e-3, "close, but not equal: less than the 16 steps of Adam could move"
+    (exact,) = metrics(tmp_path / "sequential", "PPO_Sequential")
+    (rounded,) = metrics(tmp_path / "run")
+    assert rounded["step"] == exact["step"]
+    assert rounded["losses/entropy"] == pytest.approx(exact["losses/entropy"], rel=1e-4)
+    assert rounded["losses/value_loss"] == pytest.approx(exact["losses/value_loss"], rel=1e-3)

@@ -1,6 +1,7 @@
 """Evaluation: exactly the episodes asked for, none favoured, and files that say what was found."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from conftest import ScriptedEnv, rlcb
 
 from rl_cluster_benchmark.analysis.published import curve, normalized_score
 from rl_cluster_benchmark.config import EnvConfig
-from rl_cluster_benchmark.evaluate import confidence_interval, play, random_policy
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.evaluate import _newest_checkpoint, confidence_interval, play, random_policy
 
 LONG = ([1.0] * 40, "terminated")
 SHORT = ([0.0] * 2, "truncated")
@@ -65,6 +67,19 @@ def test_published_curve():
     assert points[500_000].mean == pytest.approx(6.755)
     assert curve(EnvConfig(name="coinrun", num_levels=100)) == []
     assert curve(EnvConfig(name="coinrun", num_levels=0)) != curve(EnvConfig(name="coinrun"))
+
+
+def test_without_a_checkpoint_the_newest_of_the_algorithm_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("impala_parallel_final.pt", "ppo_sequential_final.pt", "impala_sequential_step_9.pt")):
+        file = tmp_path / "runs" / str(age) / "checkpoints" / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"")
+        os.utime(file, (100 - age, 100 - age))
+    assert _newest_checkpoint(None).name == _newest_checkpoint("impala").name == "impala_parallel_final.pt"
+    assert _newest_checkpoint("ppo").name == "ppo_sequential_final.pt"
+    with pytest.raises(UserError, match="No A3C checkpoint"):
+        _newest_checkpoint("a3c")
 
 
 def test_the_block_and_the_file(trained, tmp_path):

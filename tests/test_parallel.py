@@ -1,5 +1,6 @@
 """Parallel mode with real processes: the same maths as one worker, and nothing left behind however it ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -101,10 +102,13 @@ def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
         "one": {"workers": 1},
         "two": {"workers": 2},
         "four": {"workers": 4},
+        "two that share": {"workers": 2, "balance": 0.5},
     }.items():
+        balance = kwargs.pop("balance", 0)
         done = train(
-            tmp_path / name, "--set", "hardware.precision=float32", algorithm=algorithm, timesteps=2500, **kwargs
-        )
+            tmp_path / name, "--set", "hardware.precision=float32", "--set", f"parallel.balance={balance}",
+            algorithm=algorithm, timesteps=2500, **kwargs,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         mode = "sequential" if name == "sequential" else "parallel"
         states[name] = checkpoint.load(tmp_path / name / "checkpoints" / f"{algorithm}_{mode}_final.pt")
@@ -118,6 +122,24 @@ def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
         assert scale == pytest.approx(reference["algorithm"]["reward_normalizer"]), name
         episodes = state["progress"]["episodes"]
         assert episodes["count"] == reference["progress"]["episodes"]["count"], "the episodes of all workers count"
+
+
+def test_shared_work_gives_the_same_numbers_whoever_does_it(start, tmp_path):
+    """One of two runs with the same seed has a worker that is stopped again and again."""
+    flags = ("--set", "parallel.balance=0.5", "--set", "training.n_epochs=20")
+    done = train(tmp_path / "even", *flags, timesteps=3000)
+    assert done.returncode == 0, done.stderr
+    process = start(tmp_path / "uneven", *flags, "--total-timesteps", 3000)
+    wait_for_updates(tmp_path / "uneven", 1, process)
+    (slow, _) = workers_of(process)
+    while process.poll() is None and slow.is_running():
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                slow.send_signal(number)
+            time.sleep(0.03)
+    text, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, text
+    assert without_times(metrics(tmp_path / "uneven")) == without_times(metrics(tmp_path / "even"))
 
 
 def test_gloo_and_shared_memory_give_the_same_numbers(tmp_path):

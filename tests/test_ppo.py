@@ -6,7 +6,7 @@ import torch
 from conftest import ScriptedEnv, targets
 
 from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.on_policy import Batch, Samples
+from rl_cluster_benchmark.algorithms.on_policy import Batch, Samples, set_apart
 from rl_cluster_benchmark.algorithms.optimizers import Adam, RMSprop
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
 from rl_cluster_benchmark.algorithms.reduction import Alone
@@ -109,12 +109,12 @@ def test_one_epoch_one_minibatch_is_the_policy_gradient():
 
 def test_minibatches_partition_the_rollout_and_draw_evenly_from_every_environment():
     ppo, _ = make()
-    minibatches = list(ppo.minibatches(3, 1))
+    minibatches = [rows for (rows,) in ppo.minibatches(3, 1)]
     assert [len(rows) for rows in minibatches] == [32, 32, 32, 32]
     assert sorted(torch.cat(minibatches).tolist()) == list(range(128))
     for rows in minibatches:
         assert torch.bincount(rows % 8).tolist() == [4] * 8
-    assert not torch.equal(minibatches[0], next(iter(ppo.minibatches(3, 2))))
+    assert not torch.equal(minibatches[0], next(iter(ppo.minibatches(3, 2)))[0])
 
 
 def test_minibatches_do_not_depend_on_the_number_of_workers():
@@ -122,11 +122,25 @@ def test_minibatches_do_not_depend_on_the_number_of_workers():
     parts = []
     for ids in (range(4), range(4, 8)):
         half, _ = make()
-        half.env_ids = ids
-        parts.append([(rows // 4, rows % 4 + ids[0]) for rows in half.minibatches(0, 0)])
-    for number, rows in enumerate(whole.minibatches(0, 0)):
+        half.on_policy.env_ids, half.on_policy.owners = np.asarray(ids), np.zeros(4, dtype=int)
+        parts.append([(rows // 4, rows % 4 + ids[0]) for (rows,) in half.minibatches(0, 0)])
+    for number, (rows,) in enumerate(whole.minibatches(0, 0)):
         together = {(int(t), int(n)) for part in parts for t, n in zip(*part[number], strict=True)}
         assert together == {(int(row) // 8, int(row) % 8) for row in rows}
+
+
+@pytest.mark.parametrize("sizes", [(128,) * 16, (512, 512), (100, 37, 64), (8, 8)])
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+def test_work_to_share_is_set_apart_without_losing_a_row(sizes, fraction):
+    ends = np.cumsum(sizes)
+    rows = [torch.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    kept, pieces = set_apart(rows, fraction, max_pieces=48)
+    assert sorted(torch.cat([*kept, *pieces]).tolist()) == list(range(int(ends[-1])))
+    assert len(pieces) <= 48
+    assert all(len(keep) >= (1 - fraction) * size for keep, size in zip(kept, sizes, strict=True))
+    lengths = [len(piece) for piece in pieces]
+    assert lengths[: len(lengths) // 3] == sorted(lengths[: len(lengths) // 3], reverse=True)
+    assert bool(pieces) == (sum(int(fraction * size) for size in sizes) >= 8 * len(sizes))
 
 
 def test_annealing_and_target_kl():

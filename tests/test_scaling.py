@@ -61,7 +61,8 @@ def until(condition, process, seconds=90):
 
 
 def assert_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    """A process that is still importing sees that its parent is gone when it is done with that."""
+    _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive
 
 
@@ -74,21 +75,21 @@ def minibatch_sizes(config, env_ids):
 @pytest.mark.parametrize("envs_per_worker", [None, 4])
 @pytest.mark.parametrize("pin", ["auto", "never"])
 def test_an_independent_run_does_what_a_worker_does(envs_per_worker, pin, monkeypatch):
-    monkeypatch.setattr(hardware, "detect", lambda: MACHINE)
     changes = {"mode": "parallel", "parallel.pin": pin, "training.target_kl": 0.01}
     config = config_files.load("ppo_procgen_paper", changes)
     for case in make_cases(config, [1, 2, 8, 16], envs_per_worker, MACHINE):
-        together, plan = case.together, hardware.plan(case.together)
+        seen = replace(MACHINE, usable_cores=case.workers, physical_cores=case.cores)  # by the workers together
+        monkeypatch.setattr(hardware, "detect", lambda machine=seen: machine)
+        together, plan = hardware.resolve(case.together)
+        assert plan.num_workers == case.workers == len(case.cores)
         assert together.env.num_envs == case.num_envs == (64 if envs_per_worker is None else 4 * case.workers)
         assert together.training.target_kl is None, "it would end some updates early"
         shards = np.array_split(np.arange(case.num_envs), case.workers)
         assert len(case.independents) == case.workers
         assert len({run.env.seed for run in case.independents}) == case.workers
-        assert (
-            case.cores
-            == plan.cores
-            == (MACHINE.physical_cores[: case.workers] if pin == "auto" else (None,) * case.workers)
-        )
+        pinned_to = [set(case.cores) if core is None else {core} for core in plan.cores]
+        assert case.core_sets() == pinned_to, "the same cores, in the same way"
+        assert (plan.cores[0] is None) == (pin == "never")
         for run, shard in zip(case.independents, shards, strict=True):
             assert run.mode == "sequential"
             own = hardware.plan(run)
@@ -121,12 +122,11 @@ def test_unequal_work_is_refused(changes, text):
 
 
 def test_numbers_of_workers():
-    assert choose_counts(None, 1, MACHINE) == ([1, 2, 4, 8, 16], [])
-    assert choose_counts([4, 2, 4], 1, MACHINE) == ([1, 2, 4], []), "one worker is what the others are compared with"
-    assert choose_counts([32, 2], 1, MACHINE) == ([1, 2], [32])
-    assert choose_counts(None, 4, MACHINE) == ([1, 2, 4], []), "each has four threads"
+    assert choose_counts(None, MACHINE) == ([1, 2, 4, 8, 16], [])
+    assert choose_counts([4, 2, 4], MACHINE) == ([1, 2, 4], []), "one worker is what the others are compared with"
+    assert choose_counts([32, 2], MACHINE) == ([1, 2], [32])
     with pytest.raises(UserError, match="16 is the most"):
-        choose_counts([17], 1, MACHINE)
+        choose_counts([17], MACHINE)
 
 
 def rate(fps, waiting=0.0, busy=1.0):
@@ -149,14 +149,14 @@ def test_figures_of_rounds():
     assert (two["speedup"], two["efficiency"]) == (1.55, 0.775)
     assert (two["independent_speedup"], two["independent_efficiency"]) == (1.9, 0.95)
     assert two["memory_per_worker_mb"] == 460
-    assert "independent runs of 2 had 75% of a core" in results.disturbed([one, two], 1)
-    assert results.disturbed([one], 1) is None
+    assert "independent runs of 2 had 75% of a core" in results.disturbed([one, two])
+    assert results.disturbed([one]) is None
     assert [line.split()[0] for line in results.table([one, two]).splitlines()[2:]] == ["1", "2"]
 
 
 def test_a_sweep(tmp_path):
     output = tmp_path / "out"
-    done = rlcb(*call("--num-envs", 16, "--repeats", 2, "--workers", "1,2,4000", "--output-dir", output))
+    done = rlcb(*call("--num-envs", 16, "--workers", "1,2,4000", "--output-dir", output))
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in output.iterdir()) == [".lock", "scaling.csv", "scaling.json", "scaling.png"]
     assert "usable cores: 4000 workers" in done.stdout.replace(" 2, 4000", " 4000")
@@ -166,11 +166,10 @@ def test_a_sweep(tmp_path):
     assert [row["workers"] for row in report["rows"]] == COUNTS
     for row in report["rows"]:
         assert row["num_envs"] == 16
-        assert len(row["rounds"]) == 2
-        assert [len(r["independent_fps"]) for r in row["rounds"]] == [row["workers"]] * 2
+        assert [len(r["independent_fps"]) for r in row["rounds"]] == [row["workers"]]
         assert row["speedup"] == pytest.approx(row["fps"] / report["rows"][0]["fps"])
         assert row["fps"] > 0
-        assert row["updates"] >= 2
+        assert row["updates"] >= 1
         assert 30 < row["memory_per_worker_mb"] < 1000
         assert sum(row["rounds"][0]["phase_shares"].values()) == pytest.approx(1.0)
         assert f"{row['fps']:,.0f}" in done.stdout
@@ -184,12 +183,14 @@ def test_a_sweep(tmp_path):
 
 
 def test_weak_scaling_of_another_algorithm(tmp_path):
-    done = rlcb(*call("--algorithm", "a2c", "--envs-per-worker", 4, "--workers", 1, "--output-dir", tmp_path))
+    done = rlcb(
+        *call("--algorithm", "a2c", "--envs-per-worker", 4, "--workers", 1, "--repeats", 2, "--output-dir", tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert "weak: 4 environments for each worker" in done.stdout
     report = json.loads((tmp_path / "scaling.json").read_text())
     assert (report["algorithm"], report["scaling"]) == ("A2C", "weak")
-    assert [row["num_envs"] for row in report["rows"]] == [4]
+    assert [(row["num_envs"], len(row["rounds"])) for row in report["rows"]] == [(4, 2)]
 
 
 def test_an_interruption_keeps_what_is_finished(start, tmp_path):
@@ -229,7 +230,7 @@ def test_a_killed_sweep_leaves_no_process(start, tmp_path):
 def test_a_run_is_pinned_from_its_start(tmp_path):
     core = max(os.sched_getaffinity(0))
     config = config_files.load(None, {"env.name": "Catch-v0"})
-    run = TrainingProcess(config, core, tmp_path / "run")
+    run = TrainingProcess(config, {core}, tmp_path / "run")
     try:
         assert os.sched_getaffinity(run.process.pid) == {core}
     finally:
@@ -250,6 +251,7 @@ def test_a_run_is_pinned_from_its_start(tmp_path):
         (("--num-envs", "8", "--envs-per-worker", "4"), "give one"),
         (("--num-envs", "3", "--batch-size", "96"), "3 environments cannot be shared evenly by 2 workers"),
         (("--env", "pong"), "not a known environment"),
+        (("--num-threads", "2"), "hardware.num_threads = 2 must be 1"),
         (("--num-workers", "2"), "unrecognized arguments: --num-workers"),
     ],
 )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Samples
-from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
@@ -32,9 +33,12 @@ def a2c_losses(logits: Tensor, values: Tensor, samples: Samples) -> Losses:
 
 class A2C:
     def __init__(
-        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer
-    ) -> None:
-        self.on_policy = OnPolicyLearner(config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce)
+        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
+        sharing: Sharing | None = None,
+    ) -> None:  # fmt: skip
+        self.on_policy = OnPolicyLearner(
+            config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce, sharing=sharing
+        )
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
     def update(
@@ -42,7 +46,7 @@ class A2C:
     ) -> dict[str, float]:
         learning_rate = self.on_policy.learning_rate(progress)
         batch = self.on_policy.prepare(rollout)
-        rows = torch.arange(len(batch.valid))
+        rows = self.on_policy.by_worker(np.arange(len(batch.valid)))
         (moments,) = self.on_policy.moments(batch, [rows])
         step, _ = self.on_policy.step(batch, rows, moments, a2c_losses, learning_rate, interrupted=False)
         explained_variance = self.on_policy.explained_variance(batch)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_cluster_benchmark.algorithms.learner import Learner, check_finite
 from rl_cluster_benchmark.algorithms.on_policy import STATS, Losses, explained_variance, learning_rate, mean_of
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
-from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import vtrace
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
 from rl_cluster_benchmark.config import Config
@@ -105,8 +105,10 @@ def impala_losses(
 
 class Impala:
     def __init__(
-        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer
-    ) -> None:
+        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
+        sharing: Sharing | None = None,
+    ) -> None:  # fmt: skip
+        """Work is not shared with `sharing`: a learner takes as many unrolls as it finds time for."""
         self.config, self.hyper, self.model, self.micro_batch = config, config.impala, model, micro_batch
         self.device = torch.device(config.hardware.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), config.training.gamma, reduce)

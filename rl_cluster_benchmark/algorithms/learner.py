@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.optimizers import Optimizer
-from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.models import ActorCritic
 
@@ -27,6 +27,7 @@ class Learner:
         max_grad_norm: float,
         num_stats: int,
         reduce: Reducer,
+        sharing: Sharing | None = None,
     ) -> None:
         self.model, self.max_grad_norm, self.reduce = model, max_grad_norm, reduce
         parameters = dict(model.named_parameters())
@@ -35,15 +36,28 @@ class Learner:
         self.flat = torch.zeros(size, device=device)
         # The loss statistics lie behind the gradient, so that one reduction carries both.
         self._summed = reduce.vector(size + num_stats).to(device).zero_()
-        self.grad, self.stats = self._summed[:size], self._summed[size:]
+        self.grad = self._summed[:size]
         move_parameters(model, self.flat)
-        for name, view in views(model, self.grad).items():
-            parameters[name].grad = view
+        self._vectors = [self._summed, *(sharing.vectors(size + num_stats) if sharing else ())]
+        self._views = [list(views(model, vector[:size]).values()) for vector in self._vectors]
+        self.write_to(0)
         self.optimizer = optimizer(self.flat, self.grad)
+
+    @property
+    def max_pieces(self) -> int:
+        """Of shared work."""
+        return len(self._vectors) - 1
+
+    def write_to(self, index: int) -> None:
+        """Let backward passes add to this worker's own gradient, 0, or to that of piece index - 1 of shared work."""
+        self._current = self._vectors[index]
+        self.stats = self._current[len(self.grad) :]
+        for parameter, view in zip(self.model.parameters(), self._views[index], strict=True):
+            parameter.grad = view
 
     def zero_grad(self) -> None:
         """Never through the model: that would unlink its gradients from the flat vector."""
-        self._summed.zero_()
+        self._current.zero_()
 
     def sum_over_workers(self) -> None:
         self.reduce(self._summed)

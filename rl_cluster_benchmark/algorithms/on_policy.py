@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.learner import Learner, check_finite
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
-from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
 from rl_cluster_benchmark.config import Config, TrainingConfig
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 
+SMALLEST_PIECE = 8  # samples; below that, the cost of a pass is not the samples'
 STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
 
 
@@ -39,7 +41,7 @@ class Losses(NamedTuple):
 
 @dataclass
 class Batch:
-    """A rollout's samples, flattened: row t * N + n is step t of environment n."""
+    """Samples, flattened: row t * N + n is step t of environment n, of one worker or of all that share work."""
 
     observations: Tensor  # [T * N, *observation_shape]
     valid: Tensor  # [T * N] 1 for experience, 0 for resets
@@ -68,16 +70,23 @@ class Samples(NamedTuple):
     returns: Tensor
 
 
+Rows = list[Tensor]
+"""Of a minibatch: the rows of each worker that can see the batch."""
+
 LossFunction = Callable[[Tensor, Tensor, Samples], Losses]
 """(logits [B, A], values [B], samples) -> losses."""
 
 
 class OnPolicyLearner:
     def __init__(
-        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer
-    ) -> None:
+        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
+        sharing: Sharing | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.hyper, self.model = config, config.training, model
-        self.micro_batch, self.reduce = micro_batch, reduce
+        self.micro_batch, self.reduce, self.sharing = micro_batch, reduce, sharing
+        self.rank = sharing.rank if sharing else 0
+        self.env_ids = np.asarray(sharing.env_ids if sharing else env_ids)  # of the batch's columns
+        self.owners = np.asarray(sharing.owners if sharing else [0] * len(env_ids))
         self.device = torch.device(config.hardware.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
         self.learner = Learner(
@@ -86,6 +95,7 @@ class OnPolicyLearner:
             max_grad_norm=self.hyper.max_grad_norm,
             num_stats=len(STATS) + 1,  # the last one counts workers that were interrupted
             reduce=reduce,
+            sharing=sharing,
         )
 
     def prepare(self, rollout: Rollout) -> Batch:
@@ -99,13 +109,20 @@ class OnPolicyLearner:
             gamma=self.hyper.gamma,
             gae_lambda=self.hyper.gae_lambda,
         )
+        if self.sharing is not None:
+            return self.sharing.batch(rollout.valid.float(), advantages, returns)
         tensors = (rollout.valid.float(), rollout.actions, rollout.log_probs, rollout.values, advantages, returns)
         return Batch(rollout.observations.flatten(0, 1), *(tensor.flatten().to(self.device) for tensor in tensors))
 
-    def moments(self, batch: Batch, minibatches: Sequence[Tensor]) -> list[Moments]:
+    def by_worker(self, rows: NDArray[np.int64]) -> Rows:
+        """Rows of the batch, dealt to the workers that own them."""
+        owners = self.owners[rows % len(self.owners)]
+        return [torch.from_numpy(rows[owners == worker]) for worker in range(int(self.owners.max()) + 1)]
+
+    def moments(self, batch: Batch, minibatches: Sequence[Rows]) -> list[Moments]:
         """Of every minibatch of the update, in one reduction."""
         sums = []
-        for rows in minibatches:
+        for rows in (minibatch[self.rank] for minibatch in minibatches):
             weight, advantages = batch.valid[rows].double(), batch.advantages[rows].double()
             sums.append(torch.stack([weight.sum(), weight @ advantages, weight @ advantages.square()]))
         count, total, squares = self.reduce(torch.stack(sums).cpu()).unbind(1)
@@ -117,18 +134,28 @@ class OnPolicyLearner:
     def step(
         self,
         batch: Batch,
-        rows: Tensor,
+        rows: Rows,
         moments: Moments,
         losses: LossFunction,
         learning_rate: float,
         interrupted: bool,
     ) -> tuple[dict[str, float], bool]:
         """One step of the optimiser on a minibatch: (mean losses over all workers, was any of them interrupted?)."""
-        learner = self.learner
+        learner, sharing = self.learner, self.sharing
+        shared: list[Tensor] = []
+        if sharing is not None:
+            rows, shared = set_apart(rows, sharing.fraction, learner.max_pieces)
+            sharing.offer(len(shared))
         learner.zero_grad()
-        for piece in rows.split(self.micro_batch):
+        for piece in rows[self.rank].split(self.micro_batch):
             self._accumulate(batch, piece, moments, losses)
         learner.stats[-1] = float(interrupted)
+        if sharing is not None and shared:
+            for number in sharing.take():
+                learner.write_to(1 + number)
+                learner.zero_grad()
+                self._accumulate(batch, shared[number], moments, losses)
+            learner.write_to(0)
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
         grad_norm = learner.step(learning_rate)
@@ -157,11 +184,15 @@ class OnPolicyLearner:
 
     def explained_variance(self, batch: Batch) -> float:
         """1 - Var(returns - values) / Var(returns) over all workers; 0 when the returns do not vary."""
-        weight, returns = batch.valid.double(), batch.returns.double()
-        errors = returns - batch.values
+        own = self.own_rows(len(batch.valid))
+        weight, returns = batch.valid[own].double(), batch.returns[own].double()
+        errors = returns - batch.values[own]
         sums = [weight.sum(), *(weight @ x for x in (returns, returns.square(), errors, errors.square()))]
         count, total, squares, error, error_squares = self.reduce(torch.stack(sums).cpu()).tolist()
         return explained_variance(count, total, squares, error, error_squares)
+
+    def own_rows(self, count: int) -> Tensor:
+        return self.by_worker(np.arange(count))[self.rank]
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.learner.state_dict(), "reward_normalizer": self.normalize_rewards.state_dict()}
@@ -169,6 +200,20 @@ class OnPolicyLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state["optimizer"])
         self.normalize_rewards.load_state_dict(state["reward_normalizer"])
+
+
+def set_apart(rows: Rows, fraction: float, max_pieces: int) -> tuple[Rows, list[Tensor]]:
+    """(what each worker keeps, pieces for whoever is free): of each worker's rows the last ones, large pieces first.
+
+    Large ones cost less; small ones at the end let all workers finish together.
+    """
+    kept = [own[: len(own) - int(fraction * len(own))] for own in rows]
+    rest = torch.cat([own[len(keep) :] for own, keep in zip(rows, kept, strict=True)])
+    if len(rest) < SMALLEST_PIECE * len(rows):
+        return rows, []
+    small = max(SMALLEST_PIECE, -(-3 * len(rest) // (4 * (max_pieces - 2))))
+    half = len(rest) // 2
+    return kept, [*rest[:half].split(2 * small), *rest[half:].split(small)]
 
 
 def mean_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:

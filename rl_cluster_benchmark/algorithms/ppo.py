@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Samples, mean_of
-from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Rows, Samples, mean_of
+from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
@@ -46,10 +46,13 @@ class PPO:
     """Several epochs over shuffled minibatches of each rollout."""
 
     def __init__(
-        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer
-    ) -> None:
-        self.config, self.hyper, self.env_ids = config, config.training, env_ids
-        self.on_policy = OnPolicyLearner(config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce)
+        self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
+        sharing: Sharing | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.hyper = config, config.training
+        self.on_policy = OnPolicyLearner(
+            config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce, sharing=sharing
+        )
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
     def losses(self, logits: Tensor, values: Tensor, samples: Samples) -> Losses:
@@ -80,18 +83,19 @@ class PPO:
         explained_variance = self.on_policy.explained_variance(batch)
         return mean_of(steps) | {"explained_variance": explained_variance, "learning_rate": learning_rate}
 
-    def minibatches(self, index: int, epoch: int) -> Iterator[Tensor]:
-        """This worker's rows of each global minibatch.
+    def minibatches(self, index: int, epoch: int) -> Iterator[Rows]:
+        """The rows of each global minibatch, as far as the batch holds them.
 
         Every environment's steps are shuffled by themselves and dealt out evenly. So each minibatch draws equally from
         every environment, each worker has equal work, and the minibatches do not depend on the number of workers.
         """
-        n_steps, num_envs = self.hyper.n_steps, len(self.env_ids)
+        n_steps, env_ids = self.hyper.n_steps, self.on_policy.env_ids
         shuffled = np.stack(  # [T, N] time steps
-            [stream(self.config.env.seed, "minibatch", index, epoch, i).permutation(n_steps) for i in self.env_ids],
+            [stream(self.config.env.seed, "minibatch", index, epoch, int(i)).permutation(n_steps) for i in env_ids],
             axis=1,
         )
-        rows = torch.from_numpy((shuffled * num_envs + np.arange(num_envs)).ravel())
-        places = (np.arange(n_steps)[:, None] * self.config.env.num_envs + np.asarray(self.env_ids)).ravel()
+        rows = (shuffled * len(env_ids) + np.arange(len(env_ids))).ravel()
+        places = (np.arange(n_steps)[:, None] * self.config.env.num_envs + env_ids).ravel()
         starts = np.arange(self.config.batch_size, self.config.rollout_size, self.config.batch_size)
-        yield from torch.tensor_split(rows, np.searchsorted(places, starts).tolist())
+        for minibatch in np.split(rows, np.searchsorted(places, starts)):
+            yield self.on_policy.by_worker(minibatch)

@@ -1,11 +1,15 @@
-"""What an algorithm sees of the other workers: a sum over all of them."""
+"""What an algorithm sees of the other workers: a sum over all of them, and work that it may share with some."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rl_cluster_benchmark.algorithms.on_policy import Batch
 
 
 class Reducer(Protocol):
@@ -26,6 +30,31 @@ class Alone:
 
     def vector(self, size: int) -> Tensor:
         return torch.zeros(size)
+
+
+class Sharing(Protocol):
+    """Workers that can read each other's experience, so that any of them can compute on it."""
+
+    rank: int
+    env_ids: Sequence[int]  # of all their environments, in the order of the batch's columns
+    owners: Sequence[int]  # the worker that each of these belongs to
+    fraction: float  # of a minibatch, that goes to whoever is free
+
+    def batch(self, weights: Tensor, advantages: Tensor, returns: Tensor) -> Batch:
+        """Everyone's samples, these of one's own included."""
+        ...
+
+    def vectors(self, size: int) -> list[Tensor]:
+        """That are summed with everyone's: one for each piece of work that may be shared."""
+        ...
+
+    def offer(self, count: int) -> None:
+        """There are so many pieces to share. All say so, before they begin."""
+        ...
+
+    def take(self) -> Iterator[int]:
+        """Numbers of pieces that are this worker's to compute, until none is left."""
+        ...
 
 
 def anyone(reduce: Reducer, here: bool) -> bool:

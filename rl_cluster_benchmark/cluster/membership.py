@@ -1,4 +1,4 @@
-"""Who is still there. Every node says so at the store once a second and listens for the others.
+"""Who is still there. Every node says so at the store once a second; the head listens to all, all listen to the head.
 
 A store that does not answer blocks its caller, so a thread with a connection of its own does the talking; the training
 process only looks at what the thread has heard, and when.
@@ -19,6 +19,7 @@ from rl_cluster_benchmark.errors import TrainingFailedError
 SECONDS_BETWEEN_BEATS = 1.0
 MISSED_BEATS = 3  # until a node is suspected, once something else has gone wrong
 SECONDS_TO_LEARN_A_REASON = 5.0
+SECONDS_TO_TELL = 5.0
 SECONDS_TO_SAY_GOODBYE = 15.0
 FAILED = "failed"  # key of the first failure's reason
 
@@ -27,10 +28,10 @@ class Membership:
     def __init__(self, connect: Callable[[timedelta], Any], rank: int, labels: Sequence[str], timeout: float) -> None:
         self.rank, self.labels, self.timeout = rank, labels, timeout
         self.memory = 0  # bytes that this node uses, told to the others
-        self._others = [other for other in range(len(labels)) if other != rank]
+        self._others = list(range(1, len(labels))) if rank == 0 else [0]
         self._beats: dict[int, str] = {}
         self._memory_of: dict[int, int] = {}
-        self._heard_at = dict.fromkeys([*self._others, rank], time.monotonic())
+        self._heard_at = dict.fromkeys(self._others, time.monotonic())
         self._failure: tuple[int, str] | None = None
         self._leaving = threading.Event()
         self._store = connect(timedelta(seconds=timeout))
@@ -53,7 +54,10 @@ class Membership:
 
     def explain(self, error: TrainingFailedError) -> TrainingFailedError:
         """A broken connection says little: wait a moment for its reason, or for whoever has fallen silent."""
-        deadline = time.monotonic() + min(self.timeout, SECONDS_TO_LEARN_A_REASON)
+        patience = min(self.timeout, SECONDS_TO_LEARN_A_REASON)
+        if self.rank != 0:
+            patience += MISSED_BEATS * SECONDS_BETWEEN_BEATS  # the head finds out who is silent, and says so
+        deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if self._failure is not None:
                 return TrainingFailedError(self._told_reason())
@@ -65,26 +69,38 @@ class Membership:
 
     def report_failure(self, reason: str) -> None:
         """Tell the others why this node stops; the first reason given is the one all report."""
-        with contextlib.suppress(Exception):  # the store may be what has failed
-            self._leave()
+
+        def tell() -> None:
             self._store.compare_set(FAILED, "", json.dumps([self.rank, reason]))
             if self.rank == 0:  # the store ends with this process: leave the others time to read it
                 time.sleep(2 * SECONDS_BETWEEN_BEATS)
 
+        self._leave(tell, SECONDS_TO_TELL)
+
     def leave(self) -> None:
         """A good end. The head, whose process holds the store, goes last."""
-        with contextlib.suppress(Exception):
-            self._leave()
+
+        def wave() -> None:
             self._store.set(f"left/{self.rank}", "")
-            deadline = time.monotonic() + SECONDS_TO_SAY_GOODBYE
-            while self.rank == 0 and self._others and time.monotonic() < deadline:
+            while self.rank == 0 and self._others:
                 if self._store.check([f"left/{other}" for other in self._others]):
                     break
                 time.sleep(0.05)
 
-    def _leave(self) -> None:
+        self._leave(wave, SECONDS_TO_SAY_GOODBYE)
+
+    def _leave(self, last_words: Callable[[], None], seconds: float) -> None:
+        """The store may be what has failed, and then never answers: last words have a time limit."""
         self._leaving.set()
         self._thread.join(timeout=2 * SECONDS_BETWEEN_BEATS)
+
+        def speak() -> None:
+            with contextlib.suppress(Exception):
+                last_words()
+
+        speaker = threading.Thread(target=speak, name="rlcb-last-words", daemon=True)
+        speaker.start()
+        speaker.join(timeout=seconds)
 
     def _told_reason(self) -> str:
         assert self._failure is not None
@@ -92,11 +108,8 @@ class Membership:
         return f"{self.labels[rank]} stopped: {reason}"
 
     def _silences(self) -> list[tuple[int, float]]:
-        """(node, seconds since it was heard of), longest first. Without the store, nobody but the head is to blame."""
+        """(node, seconds since it was heard of), longest first."""
         now = time.monotonic()
-        reference = self._heard_at[self.rank]  # when the store last answered
-        if now - reference > MISSED_BEATS * SECONDS_BETWEEN_BEATS and self.rank != 0:
-            return [(0, now - reference)]
         silences = [(other, now - self._heard_at[other]) for other in self._others]
         return sorted(silences, key=lambda item: -item[1])
 
@@ -107,16 +120,14 @@ class Membership:
                 beat += 1
                 self._store.set(f"beat/{self.rank}", f"{beat} {self.memory}")
                 self._listen()
-                self._heard_at[self.rank] = time.monotonic()
             except Exception:  # no answer from the store: the silence is what check() sees
                 pass
             self._leaving.wait(SECONDS_BETWEEN_BEATS)
 
     def _listen(self) -> None:
-        for other in self._others:
-            if not self._store.check([f"beat/{other}"]):
-                continue
-            text = self._store.get(f"beat/{other}").decode()
+        there = [other for other in self._others if other in self._beats or self._store.check([f"beat/{other}"])]
+        for other, value in zip(there, self._store.multi_get([f"beat/{n}" for n in there]), strict=True):
+            text = value.decode()
             if text != self._beats.get(other):
                 self._beats[other], self._heard_at[other] = text, time.monotonic()
                 self._memory_of[other] = int(text.split()[1])

@@ -37,10 +37,11 @@ def endpoint(master_addr: str, master_port: int, interface: str | None) -> Endpo
 def resolve(host: str, port: int) -> str:
     try:
         return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"The head's name {host} cannot be resolved here ({error.strerror or error}); give an address that all "
-            "machines know with --master-addr."
+            f"The head's name {host} cannot be resolved here ({reason}); give an address that all machines know with "
+            "--master-addr."
         ) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.run.stop import Signals
 
 CHUNK = 1 << 20  # of a checkpoint on its way through the store
+SECONDS_BEYOND = 30.0  # cluster.join_timeout, until a blocked process is ended
 SECONDS_TO_SEE_A_FILE = 15.0  # network filesystems show a new file late
 
 
@@ -33,11 +35,29 @@ def train(config: Config, signals: Signals, node_rank: int | None, train_head: C
             flush=True,
         )
     try:
-        cluster = meet(config, place, signals)
+        with _limited(config.cluster.join_timeout + SECONDS_BEYOND, "The head's store did not answer any more."):
+            cluster = meet(config, place, signals)
         with _told_to_others(cluster):
             return train_head(cluster) if cluster.is_head else _follow(cluster)
     except Interrupted:
         return 128 + (signals.received or 0)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float, sentence: str) -> Iterator[None]:
+    """A question to a store whose machine is gone may block for ever: then this process ends, with a word."""
+
+    def end() -> None:
+        os.write(2, f"error: {sentence}\n".encode())
+        os._exit(1)
+
+    alarm = threading.Timer(seconds, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
 
 
 @contextlib.contextmanager
@@ -97,8 +117,9 @@ def agree_on_work(
                 "token": str(token.resolve()),
             },
         )
-        for rank in range(1, len(cluster.nodes)):
-            cluster.read(f"ready/{rank}")
+        with _limited(cluster.join_timeout + SECONDS_BEYOND, "A machine that had joined did not become ready."):
+            for rank in range(1, len(cluster.nodes)):
+                cluster.read(f"ready/{rank}")
     finally:
         token.unlink(missing_ok=True)
         for index in range(len(chunks)):
@@ -109,7 +130,8 @@ def _follow(cluster: Cluster) -> int:
     from rl_cluster_benchmark.execution import distributed
 
     label = cluster.label(cluster.rank)
-    work = cluster.read("work")
+    with _limited(cluster.join_timeout + SECONDS_BEYOND, "The head did not say what to do."):
+        work = cluster.read("work")
     config = config_files.build(work["config"], {}, source="the head's config")
     if config.cluster.shared_filesystem:
         _check_sees(Path(work["token"]), label, cluster.nodes[0].name)

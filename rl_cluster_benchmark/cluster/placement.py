@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import psutil
 
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
@@ -22,8 +25,8 @@ class Placement:
     attempt: str = "0"
     store_is_there: bool = False  # torchrun's agent runs the store that the nodes meet at
     source: str = "flags"
-    job: str = ""  # what the engine calls the run: the same when it starts the run again
-    is_restart: bool = False
+    job: str = ""  # who started this process: the same when it starts it again
+    is_restart: bool = False  # it has, or it may have
 
 
 def find(config: Config, node_rank: int | None, environ: Mapping[str, str] = os.environ) -> Placement:
@@ -56,17 +59,16 @@ def _from_torchrun(environ: Mapping[str, str]) -> Placement:
             f"torchrun started {environ['LOCAL_WORLD_SIZE']} processes on this machine; rlcb starts the workers of a "
             "machine itself: use torchrun --nproc-per-node 1."
         )
-    run_id, restarts = environ["TORCHELASTIC_RUN_ID"], environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Placement(
         rank=int(environ["RANK"]),
         num_nodes=int(environ["WORLD_SIZE"]),
         master_addr=environ["MASTER_ADDR"],
         master_port=int(environ["MASTER_PORT"]),
-        attempt=f"{run_id}-{restarts}",
+        attempt=environ["TORCHELASTIC_RUN_ID"],  # its count of restarts may differ between machines
         store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source="torchrun",
-        job=f"torchrun-{run_id}" if run_id != "none" else f"torchrun-agent-{os.getppid()}",
-        is_restart=restarts != "0",
+        job=f"torchrun-{_parent()}",
+        is_restart=True,
     )
 
 
@@ -89,6 +91,12 @@ def _from_slurm(config: Config, environ: Mapping[str, str]) -> Placement:
         job=f"slurm-{environ.get('SLURM_JOB_ID', '')}",
         is_restart=restarts != "0",
     )
+
+
+def _parent() -> str:
+    """The process that started this one, by a name that no other process will ever have."""
+    parent = psutil.Process(os.getppid())
+    return f"{socket.gethostname()}-{parent.pid}-{parent.create_time():.2f}"
 
 
 def first_host(nodes: str) -> str:

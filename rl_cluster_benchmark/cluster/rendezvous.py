@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import platform
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -17,7 +19,7 @@ from typing import Any
 
 from rl_cluster_benchmark import __version__, config_files, hardware
 from rl_cluster_benchmark.cluster import network
-from rl_cluster_benchmark.cluster.membership import FAILED, Membership
+from rl_cluster_benchmark.cluster.membership import Membership
 from rl_cluster_benchmark.cluster.placement import Placement
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
@@ -41,6 +43,8 @@ class Node:
     name: str
     address: str
     interface: str
+    id: str  # of this process
+    job: str  # who started it
     boot: str  # the same for processes on one machine
     num_workers: int
     usable_cores: int
@@ -70,6 +74,15 @@ class Cluster:
     @property
     def num_workers(self) -> int:
         return sum(node.num_workers for node in self.nodes)
+
+    def shares(self) -> list[tuple[str, int, int]]:
+        """(name, workers, usable cores) of each node; nodes that are on one machine (for a try) share its cores."""
+        seen: set[str] = set()
+        shares = []
+        for node in self.nodes:
+            shares.append((node.name, node.num_workers, 0 if node.boot in seen else node.usable_cores))
+            seen.add(node.boot)
+        return shares
 
     def label(self, rank: int) -> str:
         return _label(rank, self.nodes[rank].name)
@@ -111,8 +124,10 @@ def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
             f"More than {placement.num_nodes} machines came to {placement.master_addr}:{placement.master_port}; "
             "--num-nodes says how many take part, and each run needs a --master-port of its own."
         )
-    store.set(f"node/{rank}", json.dumps(asdict(_this_node(config, here))))
-    nodes = _everybody(store, rank, placement, deadline, signals)
+    this = _this_node(config, placement, here)
+    nodes = _roll_call(store, rank, this, placement, deadline, signals)
+    prefix = f"{prefix}/{nodes[0].id}"  # whatever an earlier attempt left in the store is behind us
+    store = _prefixed(nodes[0].id, store)
     _agree(store, rank, nodes)
     labels = [_label(rank, node.name) for rank, node in enumerate(nodes)]
     address = (placement.master_addr, placement.master_port)
@@ -163,24 +178,40 @@ def check_agreement(nodes: list[Node]) -> None:
             )
 
 
-def _everybody(store: Any, rank: int, placement: Placement, deadline: float, signals: Signals) -> list[Node]:
-    keys = [f"node/{other}" for other in range(placement.num_nodes)]
-    missing = set(range(placement.num_nodes))
-    while missing:
-        missing = {other for other in missing if not _has(store, keys[other])}
-        if missing:
-            if _has(store, FAILED):
-                failed, reason = json.loads(store.get(FAILED))
-                raise TrainingFailedError(f"Node {failed} stopped: {reason}")
-            numbers = ", ".join(map(str, sorted(missing)))
-            _wait_a_moment(
-                deadline,
-                signals,
-                f"Only {placement.num_nodes - len(missing)} of {placement.num_nodes} machines came to "
-                f"{placement.master_addr}:{placement.master_port} in time (cluster.join_timeout); missing: node "
-                f"{numbers}. Are they started with the same --master-addr, --master-port and --num-nodes?",
-            )
-    return [Node(**json.loads(store.get(key))) for key in keys]
+def _roll_call(
+    store: Any, rank: int, this: Node, placement: Placement, deadline: float, signals: Signals
+) -> list[Node]:
+    """Everybody's word. The store may be older than this attempt (torchrun's is) and still hold words of the last.
+
+    So the head publishes a list of the words it has heard, each node answers to a list with its own word in it, and
+    the list holds once all have answered; until then a late word makes a new list.
+    """
+    everybody = range(placement.num_nodes)
+    store.set(f"node/{rank}", json.dumps(asdict(this)))
+    heard: set[int] = set()
+    while True:
+        if rank == 0:
+            heard = {other for other in everybody if _has(store, f"node/{other}")}
+            if len(heard) == placement.num_nodes:
+                words = store.multi_get([f"node/{other}" for other in everybody])
+                store.set("list", json.dumps([json.loads(word) for word in words]))
+        if _has(store, "list"):
+            nodes = [Node(**word) for word in json.loads(store.get("list"))]
+            if rank < len(nodes) and nodes[rank].id == this.id:
+                name = hashlib.sha256("".join(node.id for node in nodes).encode()).hexdigest()
+                store.set(f"answer/{name}/{rank}", "")
+                if rank == 0 and store.check([f"answer/{name}/{other}" for other in everybody]):
+                    store.set(f"holds/{name}", "")
+                if _has(store, f"holds/{name}"):
+                    return nodes
+        missing = f"; missing: node {', '.join(str(other) for other in everybody if other not in heard)}"
+        _wait_a_moment(
+            deadline,
+            signals,
+            f"Not all of {placement.num_nodes} machines came to {placement.master_addr}:{placement.master_port} in "
+            f"time (cluster.join_timeout){missing if rank == 0 else ''}. Are they started with the same --master-addr, "
+            "--master-port and --num-nodes?",
+        )
 
 
 def _has(store: Any, key: str) -> bool:
@@ -192,13 +223,15 @@ def _has(store: Any, key: str) -> bool:
         ) from None
 
 
-def _this_node(config: Config, here: network.Endpoint) -> Node:
+def _this_node(config: Config, placement: Placement, here: network.Endpoint) -> Node:
     machine = hardware.detect()
     boot = Path("/proc/sys/kernel/random/boot_id")
     return Node(
         name=socket.gethostname(),
         address=here.address,
         interface=here.interface,
+        id=uuid.uuid4().hex,
+        job=placement.job,
         boot=boot.read_text().strip() if boot.exists() else platform.node(),
         num_workers=hardware.plan(config).num_workers,
         usable_cores=machine.usable_cores,

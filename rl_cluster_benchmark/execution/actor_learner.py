@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark import hardware, kernels
 from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.learner import move_parameters
 from rl_cluster_benchmark.algorithms.rewards import DiscountedReturns
@@ -82,7 +82,7 @@ class Shared:
         return self.__dict__ | {"_gloo": None}
 
     def board(self) -> Board:
-        return Board(self.flags, max(1, self.plan.micro_batch // self.config.training.n_steps))
+        return Board(self.flags, self.num_learners, self.plan.micro_batch // self.config.training.n_steps)
 
     def store(self) -> UnrollStore:
         return UnrollStore(self.unrolls, self.shards)
@@ -171,6 +171,7 @@ def _act(
 ) -> None:  # fmt: skip
     """Unroll after unroll with the newest weights, as long as there is a page to put them."""
     config, plan, store, board, clock = shared.config, shared.plan, shared.store(), shared.board(), keeper.clock
+    kernels.available()  # checked before time counts
     env_ids = shared.shards[actor]
     incarnation = progress["updates"] + restarts * INCARNATIONS
     env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=incarnation)

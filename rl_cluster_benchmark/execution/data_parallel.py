@@ -21,6 +21,7 @@ from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run import checkpoint
@@ -47,9 +48,14 @@ def train(run: Run) -> None:
     use_gloo = config.parallel.reduce == "gloo"
     store = gloo_store() if use_gloo else None
     minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
-    sizes = (num_workers, vector_size(config), 3 * minibatches + SMALL_SPARE)
-    means = SharedMemoryReducer.allocate(*sizes) if store is None else store.port
-    args = (config, plan, shards, shared, means, run.resumed_path, run.progress_state())
+    task = Task.of(config)
+    work = None
+    if plan.balance > 0 and not use_gloo:
+        work = SharedWork(task, shards, config.training.n_steps, plan.balance)
+    sizes = (num_workers, task.num_parameters + VECTOR_SPARE, 3 * minibatches + SMALL_SPARE)
+    spares = num_pieces(num_workers) if work else 0
+    means = SharedMemoryReducer.allocate(*sizes, spares) if store is None else store.port
+    args = (config, plan, shards, shared, means, work, run.resumed_path, run.progress_state())
 
     with WorkerPool(_work, num_workers, args, plan.cores) as pool:
         started = 0
@@ -85,15 +91,18 @@ def give_orders(run: Run, order: torch.Tensor) -> None:
 
 def _work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    means: SharedTensors | int, resumed_path: Path | None, progress: dict[str, Any],
+    means: SharedTensors | int, work: SharedWork | None, resumed_path: Path | None, progress: dict[str, Any],
 ) -> None:  # fmt: skip
     """In a worker."""
     hardware.prepare_process(plan.num_threads)
     course = WorkerCourse(rank, connection, config, shared, progress)
     reduce = join(means, rank, len(shards), course.clock)
     course.reduce = reduce
+    sharing = WorkSharing(work, rank, reduce) if work and isinstance(reduce, SharedMemoryReducer) else None
     state = checkpoint.load(resumed_path) if resumed_path else None
-    worker = Worker.build(config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state)
+    worker = Worker.build(
+        config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state, sharing=sharing
+    )
     learn(worker, course, reduce)
 
 

@@ -6,6 +6,7 @@ machine steps by itself and the parameters are averaged every few updates.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +36,7 @@ from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
-from rl_cluster_benchmark.run.run import Run
+from rl_cluster_benchmark.run.run import SECONDS_BETWEEN_MEMORY_READINGS, Run, memory_in_use
 
 ORDER, SIGNAL = 0, 1  # places in what the parent tells its workers
 
@@ -106,13 +107,15 @@ def train(run: Run, cluster: Cluster) -> None:
 def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
     """On every other machine."""
     node = Node(cluster, config, plan)
-    signals = cluster.signals
-    node.train(
-        checkpoint,
-        progress,
-        look=lambda: INTERRUPTED if signals.received is not None else 0,
-        hear=lambda rank, kind, content: None,
-    )
+    measured_at = 0.0
+
+    def look() -> int:
+        nonlocal measured_at
+        if time.monotonic() - measured_at > SECONDS_BETWEEN_MEMORY_READINGS:
+            measured_at, cluster.membership.memory = time.monotonic(), sum(memory_in_use().values())
+        return INTERRUPTED if cluster.signals.received is not None else 0
+
+    node.train(checkpoint, progress, look=look, hear=lambda rank, kind, content: None)
 
 
 def _seat(cluster: Cluster, config: Config) -> Seat:

@@ -23,6 +23,7 @@ from rl_cluster_benchmark.execution.weights import PublishedWeights
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.timing import PhaseClock
 
+TURNS = 3  # of each learner in a step: enough that one on a faster core can do more than another
 REPLAY = -1  # in place of an unroll's row: one from the learner's own replay
 
 
@@ -39,10 +40,13 @@ class Board:
             "reward_divisor": ((1,), torch.float64),
         }
 
-    def __init__(self, shared: SharedTensors, group_size: int) -> None:
+    def __init__(self, shared: SharedTensors, num_learners: int, fit_the_cache: int) -> None:
+        """`fit_the_cache` unrolls are best taken together; fewer if that leaves each learner too few turns."""
         self._step, self._stop, self._rows = (shared[name].numpy() for name in ("step", "stop", "rows"))
         self._rate, self._divisor = shared["rate"].numpy(), shared["reward_divisor"].numpy()
-        self.group_size = max(group_size, -(-len(self._rows) // MOST))
+        many = len(self._rows)
+        fair = many if num_learners == 1 else many // (TURNS * num_learners)
+        self.group_size = max(1, min(fit_the_cache, fair), -(-many // MOST))
         self.num_groups = -(-len(self._rows) // self.group_size)
 
     def announce(self, step: int, rows: NDArray[np.int64], rate: float, divisor: float) -> None:

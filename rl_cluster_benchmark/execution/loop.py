@@ -16,6 +16,7 @@ from rl_cluster_benchmark.algorithms.reduction import Reducer, anyone
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import make_env
 from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.execution.work_sharing import WorkSharing
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.models import ActorCritic, make_model
@@ -64,12 +65,13 @@ class Worker:
     @classmethod
     def build(
         cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, course: Course,
-        checkpoint: dict[str, Any] | None,
+        checkpoint: dict[str, Any] | None, sharing: WorkSharing | None = None,
     ) -> Worker:  # fmt: skip
         env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=course.updates)
         model, algorithm = build_algorithm(
-            config, plan, env.observation_shape, env.num_actions, env_ids=env_ids, reduce=reduce, checkpoint=checkpoint
-        )
+            config, plan, env.observation_shape, env.num_actions, env_ids=env_ids, reduce=reduce, checkpoint=checkpoint,
+            sharing=sharing,
+        )  # fmt: skip
         collector = Collector(
             env,
             model,
@@ -79,6 +81,8 @@ class Worker:
             device=config.hardware.device,
             clock=course.clock,
         )
+        if sharing is not None:
+            collector.rollout = sharing.rollout()
         return cls(model, algorithm, collector)
 
     def state(self) -> dict[str, Any]:
@@ -89,7 +93,7 @@ class Worker:
 
 def build_algorithm(
     config: Config, plan: Plan, observation_shape: Sequence[int], num_actions: int, *, env_ids: Sequence[int],
-    reduce: Reducer, checkpoint: dict[str, Any] | None,
+    reduce: Reducer, checkpoint: dict[str, Any] | None, sharing: WorkSharing | None = None,
 ) -> tuple[ActorCritic, PPO | A2C | Impala]:  # fmt: skip
     """The model as the run's seed or the checkpoint has it, and the algorithm that updates it."""
     pooling.available()  # checked before time counts
@@ -97,7 +101,7 @@ def build_algorithm(
     precision = hardware.dtype(plan.precision)
     model = make_model(config.model, observation_shape, num_actions, config.hardware, precision, plan.engine)
     algorithm = ALGORITHMS[config.algorithm](
-        config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce
+        config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce, sharing=sharing
     )
     if checkpoint is not None:
         load_weights(model, checkpoint)

@@ -12,12 +12,14 @@ import gc
 import os
 import signal
 
+from rl_cluster_benchmark.execution.workers import GAME_VARIABLE, PARENT_VARIABLE, die_with_parent
+
 QT_POOL, QT_WAIT = "_ZN11QThreadPool14globalInstanceEv", "_ZN11QThreadPool11waitForDoneEi"
-GAME_VARIABLE = "RLCB_PRELOAD_GAME"
 SERVER = os.getpid()  # a forked worker finds its parent here
 
 
 def _load() -> None:
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers compute on the CPU, and a CUDA context starts threads

@@ -23,12 +23,15 @@ NAP_SECONDS = 0.00005
 
 class SharedMemoryReducer:
     @staticmethod
-    def allocate(num_workers: int, vector_size: int, small_size: int) -> SharedTensors:
-        """The memory it needs, made once by the parent: for the gradient, and in doubles for anything else."""
+    def allocate(num_workers: int, vector_size: int, small_size: int, spares: int = 0) -> SharedTensors:
+        """The memory it needs, made once by the parent: for the gradient, and in doubles for anything else.
+
+        Spare vectors are added to the sum of the workers' own, as many as are in use.
+        """
         return SharedTensors(
             {
                 "arrivals": ((num_workers, 8), torch.int64),  # a cache line for each
-                "vectors": ((num_workers, vector_size), torch.float32),
+                "vectors": ((num_workers + spares, vector_size), torch.float32),
                 "vector_sum": ((vector_size,), torch.float32),
                 "small": ((num_workers, small_size), torch.float64),
                 "small_sum": ((small_size,), torch.float64),
@@ -44,6 +47,10 @@ class SharedMemoryReducer:
         self._arrivals = memory["arrivals"][:, 0].numpy()
         self.num_workers = len(self._arrivals)
         self._meetings = 0
+        self.used_spares = 0
+
+    def spare_vectors(self, size: int) -> list[Tensor]:
+        return list(self._memory["vectors"][self.num_workers :, :size])
 
     def vector(self, size: int) -> Tensor:
         return self._memory["vectors"][self.rank, :size]
@@ -61,7 +68,8 @@ class SharedMemoryReducer:
                 mine.copy_(tensor.reshape(-1))
             self._meet()
             start, end = (size * i // self.num_workers for i in (self.rank, self.rank + 1))
-            torch.sum(parts[:, start:end], dim=0, out=total[start:end])
+            count = self.num_workers + (self.used_spares if kind == "vector" else 0)
+            torch.sum(parts[:count, start:end], dim=0, out=total[start:end])
             self._meet()
             if beyond is not None:
                 if self.rank == 0:

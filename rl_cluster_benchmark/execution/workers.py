@@ -1,8 +1,8 @@
 """Starting worker processes, watching them, and leaving none behind.
 
 A worker is forked from a server that has loaded what all workers need (see preload.py), may be pinned to a core, and
-dies with the parent: the server ends when the parent is gone, and the kernel kills a worker when the server is gone, so
-not even SIGKILL of the parent leaves one. The parent hears of a worker's end at once and ends the others.
+dies with the parent: the kernel kills the server when the parent is gone, and a worker when the server is gone, so not
+even SIGKILL of the parent leaves one. The parent hears of a worker's end at once and ends the others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from typing import Any, Self
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 
 PR_SET_PDEATHSIG = 1
+GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
 def preload_game(game: str | None) -> None:
     """Say what the workers to come will play, so that its images are loaded once for all of them."""
-    os.environ["RLCB_PRELOAD_GAME"] = game or ""
+    os.environ[GAME_VARIABLE] = game or ""
 
 
 class WorkerPool:
@@ -58,6 +59,7 @@ class WorkerPool:
     def _start(self, rank: int, args: Sequence[Any]) -> tuple[ForkServerProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
         ours, theirs = context.Pipe()
         call = (self._target, rank, theirs, self._cores[rank], tuple(args))
         process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)

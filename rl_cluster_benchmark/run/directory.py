@@ -8,6 +8,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Claim:
     owner: str
 
     def check(self) -> None:
-        if os.pread(self.descriptor, 1000, 0).decode() != self.owner:
+        if os.pread(self.descriptor, 1 << 20, 0).decode() != self.owner:
             raise TrainingFailedError("Another process has taken over this run directory; this one writes no more.")
 
     def release(self) -> None:
@@ -85,13 +86,13 @@ class RunDirectory:
         return self.config.exists() or self.metrics_log.exists() or any(self.checkpoints.glob(f"{self.name}_*.pt"))
 
     def belongs_to(self, job: str) -> bool:
-        """Was it last written by this job of a cluster's scheduler?"""
+        """Was it last written for this job of a cluster's scheduler?"""
         try:
-            return bool(job) and (self.root / ".lock").read_text().split()[-1] == job
-        except (OSError, IndexError):
+            return bool(job) and job in (self.root / ".lock").read_text().split()[3:]
+        except OSError:
             return False
 
-    def claim(self, *, may_hold_a_run: bool, patience: float = 0.0, job: str = "") -> Claim:
+    def claim(self, *, may_hold_a_run: bool, patience: float = 0.0, jobs: Sequence[str] = ()) -> Claim:
         """Make the directory and lock it for this process; returns the lock, to be held until the end.
 
         A directory that already holds a run is refused, unless that run is to be resumed or overwritten. One that is
@@ -106,7 +107,7 @@ class RunDirectory:
             )
         for directory in (self.root, self.checkpoints, self.logs):
             remove_leftovers(directory)
-        owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex} {job}"
+        owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex} {' '.join(jobs)}"
         os.ftruncate(lock, 0)
         os.pwrite(lock, owner.encode(), 0)
         return Claim(lock, owner)

@@ -232,13 +232,8 @@ class Run:
             self.asynchrony.load_state_dict(state["asynchrony"])
 
     def _read_memory(self) -> None:
-        """Proportional set size: memory shared with other processes is counted once over all of them."""
-        parent = psutil.Process()
-        sizes: dict[int | None, int] = {}
-        for process in (parent, *parent.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # one that has just ended
-                sizes[process.pid] = process.memory_full_info().pss  # from smaps_rollup: a few milliseconds
-        self._memory = self.memory_elsewhere() + sum(sizes.values())
+        sizes = memory_in_use()
+        self._memory = sum(sizes.values()) + self.memory_elsewhere()
         self.peak_memory = max(self.peak_memory, self._memory)
         workers = [sizes.get(worker.pid, 0) for worker in multiprocessing.active_children()]
         self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
@@ -286,6 +281,15 @@ class Run:
         """Over the last updates of this process."""
         (start, first), (end, last) = self._recent[0], self._recent[-1]
         return (last - first) / (end - start) if end > start else 0.0
+
+
+def memory_in_use() -> dict[int | None, int]:
+    """Of this process and its workers: the proportional set size, which counts shared memory once over all of them."""
+    parent, sizes = psutil.Process(), {}
+    for process in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            sizes[process.pid] = process.memory_full_info().pss  # from smaps_rollup: a few milliseconds
+    return sizes
 
 
 def exit_status(run: Run) -> int:

@@ -1,7 +1,8 @@
 """What is measured for each number of workers: one run of all of them, and runs of as many that never talk.
 
-Both are runs of `rlcb train`, made from configs alone: nothing here knows an algorithm. An independent run is
-sequential mode with a worker's share of everything: environments, part of each minibatch, threads, core.
+Both are runs of `rlcb train`, made from configs alone: nothing here knows an algorithm. The workers together get as
+many cores and use them as the algorithm does; an independent run is sequential mode with one of these cores and a
+worker's share of everything else: environments, and part of each minibatch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_cluster_benchmark import config_files, hardware
+from rl_cluster_benchmark import config_files
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.hardware import Machine
@@ -33,11 +34,16 @@ class Case:
     num_envs: int  # in all
     together: Config
     independents: list[Config]  # one for each worker
-    cores: tuple[int | None, ...]  # that worker i, and independent run i, is pinned to
+    cores: tuple[int, ...]  # of them all
+    pinned: bool  # one to a core
 
     @property
     def envs_per_worker(self) -> int:
         return self.num_envs // self.workers
+
+    def core_sets(self) -> list[set[int]]:
+        """What each independent run may use: the cores that the workers have, in the way they have them."""
+        return [{core} if self.pinned else set(self.cores) for core in self.cores]
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,12 @@ class Work:
         return self.num_envs // workers
 
 
-def choose_counts(asked: Sequence[int] | None, threads: int, machine: Machine) -> tuple[list[int], list[int]]:
+def choose_counts(asked: Sequence[int] | None, machine: Machine) -> tuple[list[int], list[int]]:
     """(numbers of workers to measure, those left out because the cores do not suffice), ascending, 1 always first.
 
     By default the powers of two that fit.
     """
-    most = machine.usable_cores // threads
-    if most < 1:
-        raise UserError(f"hardware.num_threads = {threads}, but {machine.usable_cores} cores are usable.")
+    most = machine.usable_cores
     wanted = {2**i for i in range(most.bit_length())} if asked is None else {1, *asked}
     if asked is not None and min(asked) > most:
         raise UserError(f"--workers starts at {min(asked)}, but {most} is the most that the usable cores allow.")
@@ -89,6 +93,10 @@ def choose_counts(asked: Sequence[int] | None, threads: int, machine: Machine) -
 
 
 def make_cases(config: Config, counts: Sequence[int], envs_per_worker: int | None, machine: Machine) -> list[Case]:
+    if (config.hardware.num_threads or 1) > 1:
+        raise UserError(
+            f"A worker is measured on one core: hardware.num_threads = {config.hardware.num_threads} must be 1."
+        )
     work = Work.of(config, envs_per_worker, machine)
     return [_case(config, workers, work, machine) for workers in counts]
 
@@ -106,14 +114,12 @@ def _case(config: Config, workers: int, work: Work, machine: Machine) -> Case:
         f"{workers} workers",
         {
             "mode": "parallel",
-            "parallel.num_workers": workers,
+            "parallel.num_workers": None,  # all the cores it gets; some algorithms divide them among several roles
             "parallel.num_envs_per_worker": None,
-            "parallel.pin": _pin(config, machine),
             "env.num_envs": envs * workers,
             "training.batch_size": batch * workers,
         },
     )
-    plan = hardware.plan(together)
     independents = [
         _build(
             together,
@@ -123,19 +129,13 @@ def _case(config: Config, workers: int, work: Work, machine: Machine) -> Case:
                 "env.num_envs": envs,
                 "env.seed": (config.env.seed + rank) % 2**32,  # other episodes on each core, as the workers have
                 "training.batch_size": batch,
-                "hardware.num_threads": plan.num_threads,
-                "hardware.micro_batch": plan.micro_batch,
+                "hardware.num_threads": 1,
             },
         )
         for rank in range(workers)
     ]
-    return Case(workers, envs * workers, together, independents, plan.cores)
-
-
-def _pin(config: Config, machine: Machine) -> str:
-    """On a machine that is ours alone, workers are pinned whether they are few or many: all cases are alike."""
-    ours = machine.usable_cores == len(machine.physical_cores)
-    return "always" if config.parallel.pin == "auto" and ours else config.parallel.pin
+    cores = machine.physical_cores[:workers]  # a run that has all of its cores to itself pins its workers
+    return Case(workers, envs * workers, together, independents, cores, pinned=config.parallel.pin != "never")
 
 
 def _build(config: Config, source: str, changes: dict[str, Any]) -> Config:

@@ -131,10 +131,10 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def disturbed(rows: Sequence[dict[str, Any]], threads: int) -> str | None:
+def disturbed(rows: Sequence[dict[str, Any]]) -> str | None:
     """A word of warning when the cores were not ours alone."""
     least = min(rows, key=lambda row: row["independent_cpu"])
-    if threads > 1 or least["independent_cpu"] >= QUIET:  # several threads wait for each other anyway
+    if least["independent_cpu"] >= QUIET:
         return None
     return (
         f"Warning: the independent runs of {least['workers']} had {least['independent_cpu']:.0%} of a core each: "

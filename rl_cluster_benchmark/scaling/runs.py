@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,17 +43,17 @@ class Rate:
 
 def measure(
     configs: Sequence[Config],
-    cores: Sequence[int | None],
+    cores: Sequence[Collection[int]],
     folder: Path,
     *,
     seconds: float,
     interrupted: Callable[[], bool],
 ) -> list[Rate]:
-    """Run the configs side by side, each on its core, for some seconds after they have warmed up."""
+    """Run the configs side by side, each on its cores, for some seconds after they have warmed up."""
     runs: list[TrainingProcess] = []
     try:
-        for number, (config, core) in enumerate(zip(configs, cores, strict=True)):
-            runs.append(TrainingProcess(config, core, folder / str(number)))
+        for number, (config, own_cores) in enumerate(zip(configs, cores, strict=True)):
+            runs.append(TrainingProcess(config, own_cores, folder / str(number)))
         _watch(runs, seconds, interrupted)
         for run in runs:
             run.process.terminate()
@@ -94,7 +94,7 @@ def _watch(runs: Sequence[TrainingProcess], seconds: float, interrupted: Callabl
 class TrainingProcess:
     """`rlcb train` in a process of its own, which dies with this one."""
 
-    def __init__(self, config: Config, core: int | None, folder: Path) -> None:
+    def __init__(self, config: Config, cores: Collection[int], folder: Path) -> None:
         folder.mkdir(parents=True)
         config = config_files.build(config_files.to_dict(config), {"output_dir": str(folder / "run")}, source="scaling")
         self.directory = RunDirectory.of(config)
@@ -107,8 +107,7 @@ class TrainingProcess:
 
         def settle() -> None:
             die_with_parent(parent)
-            if core is not None:
-                os.sched_setaffinity(0, {core})
+            os.sched_setaffinity(0, cores)
 
         call = [sys.executable, "-m", "rl_cluster_benchmark", "train", "--config", str(folder / "config.yaml")]
         with self._output.open("wb") as output:

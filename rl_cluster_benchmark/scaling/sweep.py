@@ -24,9 +24,7 @@ from rl_cluster_benchmark.scaling.results import Round
 from rl_cluster_benchmark.scaling.runs import measure
 
 RUNS_PREFIX = ".scaling-runs-"
-COPIED_FROM_RUN = (
-    "algorithm", "env", "precision", "num_threads", "cpu_model", "usable_cores", "git_commit", "versions",
-)  # fmt: skip
+COPIED_FROM_RUN = ("algorithm", "env", "precision", "engine", "cpu_model", "git_commit", "versions")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Settings:
 def scaling(config: Config, settings: Settings, signals: Signals) -> int:
     """Measure, print, write; returns the exit status."""
     machine = hardware.detect()
-    counts, skipped = choose_counts(settings.workers, config.hardware.num_threads or 1, machine)
+    counts, skipped = choose_counts(settings.workers, machine)
     sweep = Sweep(config, settings, signals, make_cases(config, counts, settings.envs_per_worker, machine))
     lock = _claim(settings)
     try:
@@ -81,8 +79,8 @@ class Sweep:
 
     def _measure(self, case: Case, folder: Path, *, reverse: bool) -> Round:
         """Every other round begins with the independent runs, so that a drift of the machine favours neither way."""
-        no_core = (None,)  # a run of several workers pins them itself
-        ways = [("together", [case.together], no_core), ("independent", case.independents, case.cores)]
+        all_cores = [set(case.cores)]  # it pins its workers itself
+        ways = [("together", [case.together], all_cores), ("independent", case.independents, case.core_sets())]
         rates = {}
         for way, configs, cores in reversed(ways) if reverse else ways:
             rates[way] = measure(
@@ -95,9 +93,8 @@ class Sweep:
     def show(self) -> None:
         """What has been measured, if anything has."""
         if rows := results.make_rows(self.cases, self.rounds):
-            threads = self.cases[0].independents[0].hardware.num_threads or 1
             notes = [results.verdict(rows)]
-            if warning := results.disturbed(rows, threads):
+            if warning := results.disturbed(rows):
                 notes.append(warning)
             print("", results.table(rows), "", *notes, "", results.LEGEND, "", sep="\n")
             print(f"Saved {', '.join(str(self.settings.output_dir / name) for name in results.FILES)}", flush=True)
@@ -108,7 +105,8 @@ class Sweep:
             **{key: run[key] for key in COPIED_FROM_RUN},
             "scaling": "strong" if self.settings.envs_per_worker is None else "weak",
             "complete": all(len(measured) == self.settings.repeats for measured in self.rounds),
-            "pinned": self.cases[0].cores[0] is not None,
+            "usable_cores": hardware.detect().usable_cores,
+            "pinned": self.cases[0].pinned,
             "seconds": self.settings.seconds,
             "repeats": self.settings.repeats,
             "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -145,7 +143,7 @@ def _header(config: Config, cases: Sequence[Case], settings: Settings) -> list[s
         kind = f"strong: {first.num_envs} environments in all, shared by the workers; the same learning problem for all"
     else:
         kind = f"weak: {first.num_envs} environments for each worker; the learning problem grows with the workers"
-    pinned = "pinned to cores" if first.cores[0] is not None else "not pinned"
+    pinned = "pinned to cores" if first.pinned else "not pinned"
     times = f", {settings.repeats} times" if settings.repeats > 1 else ""
     return [
         f"Scaling of {ALGORITHM_NAMES[config.algorithm]} on {config.env.name}: "
