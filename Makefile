@@ -4,10 +4,15 @@
 PYTHON ?= python3
 BIN := venv/bin
 OUT ?= benchmarks
+SEQUENTIAL ?= $(OUT)/sequential_1h
+PARALLEL ?= $(OUT)/parallel_1h
+# Small rollouts: many points on the curves of short runs, and workers for the cores that are there.
+QUICK := env.num_envs=32 training.n_steps=32 training.batch_size=256 training.n_epochs=2 training.log_interval=1 \
+  parallel.num_workers=null parallel.num_envs_per_worker=null
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala tensorboard docs bench clean
+.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-27s %s\n", $$1, $$2}'
@@ -85,6 +90,22 @@ evaluate-ppo: venv/.installed ## evaluate the newest PPO checkpoint
 
 evaluate-impala: venv/.installed ## evaluate the newest IMPALA checkpoint
 	$(BIN)/python evaluate_universal.py --algorithm impala --deterministic $(ARGS)
+
+compare: venv/.installed ## compare the runs of train-timed and train-parallel (SEQUENTIAL=DIR PARALLEL=DIR for others)
+	$(BIN)/python compare_results.py --sequential $(SEQUENTIAL) --parallel $(PARALLEL) --output $(OUT)/comparison.png $(ARGS)
+
+benchmark: venv/.installed ## train, evaluate and compare a matrix: make benchmark ARGS="--duration 0.5 --games coinrun"
+	$(BIN)/rlcb benchmark --output-dir $(OUT)/matrix $(ARGS)
+
+benchmark-quick: venv/.installed ## PPO and A2C in both modes, two seeds: a full report in about ten minutes on 2 cores
+	$(BIN)/rlcb benchmark --algorithms ppo a2c --modes sequential parallel --games coinrun --seeds 1 2 --duration 0.01 \
+	  --episodes 16 --set $(QUICK) --output-dir $(OUT)/quick --overwrite $(ARGS)
+
+dashboard: venv/.installed ## watch the runs in $(OUT) at http://localhost:6007
+	$(BIN)/rlcb dashboard $(OUT) $(ARGS)
+
+runs: venv/.installed ## list the runs that are there
+	$(BIN)/rlcb runs $(ARGS)
 
 tensorboard: venv/.installed ## show the logs of all runs at http://localhost:6006
 	$(BIN)/tensorboard --logdir_spec logs:logs,runs:runs,benchmarks:$(OUT)

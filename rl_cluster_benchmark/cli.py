@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
+from rl_cluster_benchmark.cli_analysis import add_analysis_commands
 from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ examples:
   rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
   rlcb scaling --algorithm ppo --workers 1,2,4,8,16
+  rlcb compare runs/coinrun runs/starpilot
+  rlcb benchmark --algorithms ppo a2c --games coinrun --seeds 1 2 3 --duration 0.5
   rlcb doctor
 """
 
@@ -124,6 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     plot.set_defaults(run=_plot)
 
     add_scaling(commands)
+    add_analysis_commands(commands)
 
     doctor = commands.add_parser(
         "doctor", help="check that everything needed is there", description="Check the machine."

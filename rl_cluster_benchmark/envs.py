@@ -33,6 +33,26 @@ class Step(NamedTuple):
     truncated: NDArray[np.bool_]  # [N] the episode was cut off: its value goes on
 
 
+class Spaces(Protocol):
+    @property
+    def num_actions(self) -> int: ...
+
+    @property
+    def observation_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def observation_dtype(self) -> np.dtype: ...
+
+
+class KnownSpaces(NamedTuple):
+    num_actions: int
+    observation_shape: tuple[int, ...]
+    observation_dtype: np.dtype
+
+
+PROCGEN = KnownSpaces(15, (64, 64, 3), np.dtype(np.uint8))  # all games
+
+
 class VectorEnv(Protocol):
     num_envs: int
     num_actions: int

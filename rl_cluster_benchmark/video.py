@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from rl_cluster_benchmark.errors import UserError
 MAX_TILES = 9
 MAX_FRAMES = 1000
 SCALE = 3
+CLIP_TILES, CLIP_SCALE, CLIP_FRAMES = 4, 1, 100  # of a .webp, small enough for a page
 FRAMES_PER_SECOND = 15
 
 
@@ -39,8 +40,9 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.frames: list[NDArray] = []
-        if path.suffix not in (".gif", ".mp4"):
-            raise UserError(f"--video {path}: the name must end in .gif or .mp4.")
+        if path.suffix not in (".gif", ".mp4", ".webp"):
+            raise UserError(f"--video {path}: the name must end in .gif or .mp4 (or .webp, a short clip).")
+        self._is_clip = path.suffix == ".webp"
         if not path.parent.is_dir():
             raise UserError(f"--video {path}: the folder {path.parent} does not exist.")
         if not os.access(path.parent, os.W_OK) or path.is_dir():
@@ -49,24 +51,26 @@ class Recorder:
             _ffmpeg()
 
     def __call__(self, observations: NDArray) -> None:
-        if len(self.frames) < MAX_FRAMES:
-            self.frames.append(tile(observations))  # a copy: the array may be used again
+        if len(self.frames) < (CLIP_FRAMES if self._is_clip else MAX_FRAMES):
+            size = (CLIP_TILES, CLIP_SCALE) if self._is_clip else (MAX_TILES, SCALE)
+            self.frames.append(tile(observations, *size))  # a copy: the array may be used again
 
     def close(self) -> None:
         try:
-            if self.path.suffix == ".gif":
-                self._write_gif()
-            else:
+            if self.path.suffix == ".mp4":
                 self._write_mp4()
+            else:
+                self._write_animation()
         except OSError as error:
             raise UserError(f"Cannot write {self.path} ({error.strerror or error}).") from None
         print(f"Saved {self.path} ({len(self.frames)} frames)")
 
-    def _write_gif(self) -> None:
+    def _write_animation(self) -> None:
         from PIL import Image
 
         first, *rest = (Image.fromarray(frame) for frame in self.frames)
-        first.save(self.path, save_all=True, append_images=rest, duration=1000 // FRAMES_PER_SECOND, loop=0)
+        options: dict[str, Any] = {"quality": 60, "method": 4} if self._is_clip else {}
+        first.save(self.path, save_all=True, append_images=rest, duration=1000 // FRAMES_PER_SECOND, loop=0, **options)
 
     def _write_mp4(self) -> None:
         height, width, _ = self.frames[0].shape
@@ -107,11 +111,11 @@ class Window:
         self._plt.close(self._figure)
 
 
-def tile(observations: NDArray) -> NDArray:
+def tile(observations: NDArray, tiles: int = MAX_TILES, scale: int = SCALE) -> NDArray:
     """Images [N, H, W, 3] of the first environments side by side, enlarged."""
     if observations.ndim != 4 or observations.dtype != np.uint8:
         raise UserError("Only games with images can be recorded or shown; CartPole-v1 and Catch-v0 have none.")
-    shown = observations[:MAX_TILES]
+    shown = observations[:tiles]
     columns = math.ceil(math.sqrt(len(shown)))
     rows = math.ceil(len(shown) / columns)
     _, height, width, channels = shown.shape
@@ -120,7 +124,7 @@ def tile(observations: NDArray) -> NDArray:
     image = (
         grid.reshape(rows, columns, height, width, channels).swapaxes(1, 2).reshape(rows * height, columns * width, -1)
     )
-    return image.repeat(SCALE, axis=0).repeat(SCALE, axis=1)
+    return image.repeat(scale, axis=0).repeat(scale, axis=1)
 
 
 def _ffmpeg():  # type: ignore[no-untyped-def]

@@ -107,3 +107,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = tiny_run(output, "--set", "training.save_interval=2")
     assert done.returncode == 0, done.stderr
     return output
+
+
+# A benchmark of seconds: Catch, four cells (PPO and A2C, one process and two workers).
+MATRIX = (
+    "--algorithms", "ppo", "a2c", "--modes", "sequential", "parallel", "--games", "Catch-v0", "--seeds", 1,
+    "--total-timesteps", 6000, "--episodes", 20,
+)  # fmt: skip
+CELL_SETTINGS = (
+    "--set", "env.num_envs=16", "training.n_steps=32", "training.batch_size=128", "training.log_interval=1",
+    "parallel.num_workers=2", "parallel.num_envs_per_worker=null", "parallel.pin=never", "hardware.num_threads=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def benchmarked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished benchmark, not to be changed; benchmark.log holds what it printed."""
+    output = tmp_path_factory.mktemp("benchmarked") / "matrix"
+    done = rlcb("benchmark", *MATRIX, *CELL_SETTINGS, "--output-dir", output)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (output / "benchmark.log").write_text(done.stdout)
+    return output
+
+
+@pytest.fixture(scope="session")
+def cells(benchmarked: Path) -> dict[str, Path]:
+    """ppo_sequential, ppo_parallel, a2c_sequential, a2c_parallel -> the directory of a real run."""
+    return {path.name.partition("_Catch")[0]: path for path in (benchmarked / "cells").iterdir() if path.is_dir()}

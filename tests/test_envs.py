@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl_cluster_benchmark.config import MAX_LEVEL, PROCGEN_GAMES, EnvConfig
-from rl_cluster_benchmark.envs import level_range, make_env
+from rl_cluster_benchmark.envs import PROCGEN, level_range, make_env
 
 
 def play(env, steps, action=4):
@@ -24,7 +24,7 @@ def test_every_game(game):
     frames, _ = play(env, 5)
     assert frames.shape == (6, 3, 64, 64, 3)
     assert frames.dtype == np.uint8
-    assert env.num_actions == 15
+    assert (env.num_actions, env.observation_shape, env.observation_dtype) == PROCGEN
     assert frames.std() > 1
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.analysis import published
+from rl_cluster_benchmark.analysis.series import read_points
 from rl_cluster_benchmark.config import EnvConfig
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.run.episodes import WINDOW
-from rl_cluster_benchmark.run.metrics import read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,21 +32,17 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
 def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path:
     """Draw every panel over environment steps; returns the PNG's path."""
     log_file = Path(log_file)
-    lines = read_lines(log_file)
+    try:
+        lines = read_points(log_file)
+    except OSError as error:
+        raise UserError(f"{log_file} cannot be read ({error.strerror}).") from None
     if not lines:
         raise UserError(f"{log_file} holds no metrics; give the metrics.jsonl of a run that has made an update.")
     output = Path(output) if output else log_file.with_name("metrics.png")
 
-    try:
-        import matplotlib
+    figure, axes = open_figure(2, 4, figsize=(17, 7))
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-        from matplotlib.ticker import EngFormatter, MaxNLocator
-    except ImportError:
-        raise UserError("Plots need matplotlib: pip install matplotlib.") from None
-
-    figure, axes = plt.subplots(2, 4, figsize=(17, 7), constrained_layout=True)
     for axis, (title, label, names) in zip(axes.flat, PANELS, strict=True):
         for name, legend in names.items():
             _draw(axis, [line for line in lines if name in line], name, legend)
@@ -65,6 +61,24 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
     if env is not None:
         figure.suptitle(f"{env.name}, seed {env.seed}")
         _draw_published(axes[0, 0], env, max(line["step"] for line in lines))
+    return save_figure(figure, output)
+
+
+def open_figure(rows: int, columns: int, figsize: tuple[float, float]) -> tuple[Any, Any]:
+    """(the figure, its axes [rows, columns])."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise UserError("Plots need matplotlib: pip install matplotlib.") from None
+    return plt.subplots(rows, columns, figsize=figsize, constrained_layout=True, squeeze=False)
+
+
+def save_figure(figure: Any, output: Path) -> Path:
+    import matplotlib.pyplot as plt
+
     try:
         figure.savefig(output, dpi=110)
     except (OSError, ValueError) as error:
@@ -78,7 +92,7 @@ def _draw(axis: Axes, lines: list[dict[str, float]], name: str, legend: str) -> 
     """One curve. The first mean rewards are of short episodes only, as no other has ended: they are drawn faintly."""
     first = 0
     if name == "charts/episodic_return":
-        first = next((i for i, line in enumerate(lines) if line["charts/episodes"] >= WINDOW), len(lines))
+        first = next((i for i, line in enumerate(lines) if line.get("charts/episodes", 0) >= WINDOW), len(lines))
         early = lines[: first + 1]
         if len(early) > 1:
             label = f"before {WINDOW} episodes ended: short ones only"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_cluster_benchmark import hardware, kernels
+from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.learner import move_parameters
 from rl_cluster_benchmark.algorithms.rewards import DiscountedReturns
@@ -35,6 +35,7 @@ from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.execution.weights import PublishedWeights
 from rl_cluster_benchmark.execution.workers import WorkerPool, end_of
 from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.rollout import Collector
 from rl_cluster_benchmark.run import checkpoint
@@ -171,7 +172,7 @@ def _act(
 ) -> None:  # fmt: skip
     """Unroll after unroll with the newest weights, as long as there is a page to put them."""
     config, plan, store, board, clock = shared.config, shared.plan, shared.store(), shared.board(), keeper.clock
-    kernels.available()  # checked before time counts
+    pooling.available()  # checked before time counts
     env_ids = shared.shards[actor]
     incarnation = progress["updates"] + restarts * INCARNATIONS
     env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=incarnation)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.envs import make_env
+from rl_cluster_benchmark.envs import PROCGEN, Spaces, make_env
 from rl_cluster_benchmark.models import make_model
 
 
@@ -21,8 +21,8 @@ class Task:
 
     @classmethod
     def of(cls, config: Config) -> Task:
-        """By building one environment and one network."""
-        env = make_env(config.env, [0], num_threads=1)
+        """By building one network, and one environment unless its shapes are known: Procgen loads its images first."""
+        env: Spaces = PROCGEN if config.env.game is not None else make_env(config.env, [0], num_threads=1)
         model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
         return cls(
             env.observation_shape,

@@ -16,6 +16,7 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.run.files import remove_leftovers
 
+LOOK_SECONDS = 0.2
 ALGORITHM_NAMES = {"ppo": "PPO", "a2c": "A2C", "a3c": "A3C", "impala": "IMPALA"}
 
 
@@ -135,7 +136,8 @@ def lock_directory(root: Path, *others: Path, patience: float = 0.0) -> int:
 
 def _lock(descriptor: int, patience: float) -> bool:
     """False: somebody else has it. A filesystem that knows no locks lets everybody in; Claim.check() is left."""
-    deadline = time.monotonic() + patience
+    # A moment at least: whoever looks whether a run is going on (analysis/runs.py) holds the lock for it.
+    deadline = time.monotonic() + max(patience, LOOK_SECONDS)
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,7 +147,7 @@ def _lock(descriptor: int, patience: float) -> bool:
                 return True
             if time.monotonic() >= deadline:
                 return False
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def _steps_in_name(file: Path) -> int:

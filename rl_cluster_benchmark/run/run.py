@@ -285,7 +285,8 @@ class Run:
 
 def memory_in_use() -> dict[int | None, int]:
     """Of this process and its workers: the proportional set size, which counts shared memory once over all of them."""
-    parent, sizes = psutil.Process(), {}
+    parent = psutil.Process()
+    sizes: dict[int | None, int] = {}
     for process in (parent, *parent.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # one that has just ended
             sizes[process.pid] = process.memory_full_info().pss  # from smaps_rollup: a few milliseconds

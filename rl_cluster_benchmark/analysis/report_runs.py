@@ -1,0 +1,72 @@
+"""The runs of a report one by one: clips of their agents, configs, and the commands that repeat them."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+
+from rl_cluster_benchmark import config_files as configs
+from rl_cluster_benchmark.analysis.comparison import Comparison
+from rl_cluster_benchmark.analysis.groups import Group
+from rl_cluster_benchmark.analysis.run_files import UnusableRunError, read_inside
+from rl_cluster_benchmark.analysis.runs import RunRecord
+from rl_cluster_benchmark.run.directory import RunDirectory
+
+MAX_CLIP = 3_000_000  # bytes
+MAX_CLIPS = 24  # on a page
+CLIP_TYPES = {b"GIF8": "image/gif", b"RIFF": "image/webp"}
+
+
+def clips(comparison: Comparison) -> list[dict[str, str]]:
+    """One of each group: that of its first seed that has one."""
+    clips = []
+    for group in comparison.groups:
+        for run in group.runs:
+            source = _clip(run)
+            if source is not None:
+                caption = f"{group.variant}, {group.task.game}, seed {run.seed}"
+                clips.append({"source": source, "caption": caption})
+                break
+    return clips[:MAX_CLIPS]
+
+
+def _clip(run: RunRecord) -> str | None:
+    for name in ("clip.webp", "clip.gif"):
+        try:
+            content = read_inside(run.path, run.path / name, limit=MAX_CLIP)
+        except UnusableRunError:
+            continue
+        kind = CLIP_TYPES.get(content[:4]) if content else None
+        if content and kind:
+            return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    return None
+
+
+def run_entry(run: RunRecord, color: str, group: Group) -> dict[str, str]:
+    summary = run.summary
+    facts = {
+        "directory": str(run.path),
+        "finished": summary.finished_at,
+        "commit": summary.git_commit,
+        **summary.versions,
+    }
+    return {
+        "name": f"{group.variant}, {run.game}, seed {run.seed}",
+        "color": color,
+        "state": run.state if run.reason is None else f"{run.state} ({run.reason})",
+        "facts": ", ".join(f"{name} {value}" for name, value in facts.items() if value),
+        "commands": "\n".join(commands(run)),
+        "config": configs.to_yaml(run.config),
+    }
+
+
+def commands(run: RunRecord) -> list[str]:
+    """What repeats the run and its evaluations."""
+    again = run.path.with_name(f"{run.path.name}_again")
+    directory = RunDirectory.of(run.config.model_copy(update={"output_dir": str(again)}))
+    lines = [shlex.join(["rlcb", "train", "--config", str(run.path / "config.yaml"), "--output-dir", str(again)])]
+    for levels, evaluation in run.evaluations.items():
+        call = ["rlcb", "evaluate", "--checkpoint", str(directory.final_checkpoint()), "--levels", levels]
+        call += ["--num-episodes", str(evaluation.num_episodes), "--seed", str(evaluation.seed)]
+        lines.append(shlex.join([*call, *(["--deterministic"] if evaluation.deterministic else [])]))
+    return lines

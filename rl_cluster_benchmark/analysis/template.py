@@ -1,0 +1,198 @@
+"""The benchmark template: a block for each variant, then metric by metric who is ahead and by how much."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.analysis import groups as figures
+from rl_cluster_benchmark.analysis import text
+from rl_cluster_benchmark.analysis.comparison import Comparison
+from rl_cluster_benchmark.analysis.groups import Group, Metric, Task
+from rl_cluster_benchmark.analysis.runs import Evaluation, RunRecord
+from rl_cluster_benchmark.analysis.statistics import ONE_SEED, Estimate
+from rl_cluster_benchmark.analysis.verdicts import headline
+from rl_cluster_benchmark.run.episodes import WINDOW
+
+WIDTH = 79
+HEAVY, LIGHT = "=" * WIDTH, "-" * WIDTH
+MARK = "*"
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    metric: Metric
+    places: int
+    unit: str = ""
+    more_is_better: bool = True
+
+
+def _mean_length(run: RunRecord) -> float | None:
+    evaluation = run.test_evaluation
+    return evaluation.mean_length if evaluation else None
+
+
+def _best_reward(run: RunRecord) -> float | None:
+    return run.summary.best_reward
+
+
+LINES = (
+    Line("Average FPS", figures.fps, 0),
+    Line("Total Timesteps", figures.steps, 0),
+    Line("Final Reward", figures.final_reward, 2),
+    Line("Best Reward", _best_reward, 2),
+    Line("Evaluation, training levels", figures.train_reward, 2),
+    Line("Evaluation, unseen levels", figures.test_reward, 2),
+    Line("Memory Usage", figures.memory, 2, " GB", more_is_better=False),
+    Line("Episode Length (shorter better)", _mean_length, 2, more_is_better=False),
+)
+
+
+def as_template(comparison: Comparison) -> str:
+    return "\n\n".join("\n".join(_task_block(comparison, task)) for task in comparison.tasks)
+
+
+def _task_block(comparison: Comparison, task: Task) -> list[str]:
+    groups = comparison.of_task(task)
+    lines = [*_machine(groups, task), ""]
+    for group in groups:
+        lines += [*_run_block(group), ""]
+    if len(groups) > 1:
+        lines += _metric_block(groups)
+    lines += ["", f"Conclusion: {' '.join(headline(Comparison.of([r for g in groups for r in g.runs], [])))}"]
+    return [*map(text.plain, lines), HEAVY]
+
+
+def _machine(groups: list[Group], task: Task) -> list[str]:
+    """The machine of the runs, as far as they name it; this one's name and memory where it is the same."""
+    run = groups[0].runs[0]
+    here = hardware.detect()
+    model, cores = run.summary.cpu_model or "unknown", run.summary.usable_cores
+    is_here = model == here.cpu_model and cores == here.usable_cores
+    hours = max(r.summary.duration_hours for g in groups for r in g.runs)
+    return [
+        HEAVY,
+        f"BENCHMARK RESULTS - {platform.node() if is_here else model}",
+        HEAVY,
+        f"Date: {run.summary.finished_at or datetime.date.today().isoformat()}",
+        f"CPU: {model}",
+        f"Cores/Threads: {cores or text.NOTHING}/{os.cpu_count() if is_here else text.NOTHING}",
+        f"RAM: {f'{here.memory_bytes / 2**30:.0f} GB' if is_here else text.NOTHING}",
+        f"Environment: {task.env.name}",
+        f"Duration: {hours:.2f} hours ({hours * 60:.0f} minutes)",
+        HEAVY,
+    ]
+
+
+def _run_block(group: Group) -> list[str]:
+    """Means over seeds; the ± are standard deviations over episodes."""
+
+    def mean(of: Callable[[RunRecord], float | None]) -> float | None:
+        values = group.values(of)
+        return sum(values) / len(values) if values else None
+
+    lines = [group.variant.upper(), LIGHT]
+    if len(group.runs) > 1:
+        lines.append(f"Means over {len(group.runs)} seeds: {', '.join(str(run.seed) for run in group.runs)}")
+    lines += [
+        f"Duration: {text.decimal(mean(lambda run: run.summary.duration_hours))} hours",
+        f"Total Environments: {group.runs[0].config.env.num_envs}",
+        f"Total Timesteps: {text.whole(mean(figures.steps))}",
+        f"Total Updates: {text.whole(mean(lambda run: run.summary.total_updates))}",
+        f"Average FPS: {text.whole(mean(figures.fps))}",
+        f"Final FPS: {text.whole(mean(lambda run: run.summary.final_fps))}",
+        f"Peak Memory: {text.decimal(mean(figures.memory))} GB",
+        "",
+        "Training Progress:",
+        f"  Initial Reward: {_pm(mean(_initial), mean(lambda run: run.summary.initial_reward_std))}",
+        f"  Final Reward: {_pm(mean(figures.final_reward), mean(lambda run: run.summary.final_reward_std))}",
+        f"  Best Reward: {text.decimal(mean(_best_reward))}",
+    ]
+    for levels, name in (("train", "training levels"), ("test", "unseen levels"), ("all", "all levels")):
+        found = [run.evaluations[levels] for run in group.runs if levels in run.evaluations]
+        if found:
+            lines += ["", *_evaluation_block(found, name)]
+    return lines
+
+
+def _initial(run: RunRecord) -> float | None:
+    return run.summary.initial_reward
+
+
+def _evaluation_block(found: list[Evaluation], name: str) -> list[str]:
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    how = "deterministic" if all(e.deterministic for e in found) else "sampled actions"
+    return [
+        f"Evaluation Results ({found[0].num_episodes} episodes, {how}, {name}):",
+        f"  Mean Reward: {_pm(mean([e.mean_reward for e in found]), mean([e.std_reward for e in found]))}",
+        f"  Min/Max Reward: {min(e.min_reward for e in found):.2f} / {max(e.max_reward for e in found):.2f}",
+        f"  Mean Episode Length: {_pm(mean([e.mean_length for e in found]), mean([e.std_length for e in found]))}",
+    ]
+
+
+def _pm(value: float | None, spread: float | None) -> str:
+    return text.decimal(value) if spread is None else f"{text.decimal(value)} ± {spread:.2f}"
+
+
+def _metric_block(groups: list[Group]) -> list[str]:
+    rows, is_marked = [], False
+    for line in LINES:
+        estimates = [group.estimate(line.metric) for group in groups]
+        if all(estimate is None for estimate in estimates):
+            continue
+        winner = _winner(groups, estimates, line)
+        is_marked |= winner.endswith(MARK)
+        rows.append([line.name, *(_cell(estimate, line) for estimate in estimates), winner])
+    lines = ["COMPARISON", LIGHT, *text.table(["Metric", *(group.variant for group in groups), "Winner"], rows)]
+    if is_marked:
+        lines += ["", f"{MARK} {ONE_SEED}; a difference between single runs, not between algorithms."]
+    return lines
+
+
+def _cell(estimate: Estimate | None, line: Line) -> str:
+    return text.NOTHING if estimate is None else f"{text.decimal(estimate.value, line.places)}{line.unit}"
+
+
+def _winner(groups: list[Group], estimates: list[Estimate | None], line: Line) -> str:
+    """The first one and how far it is ahead of the next; nobody where intervals overlap."""
+    pairs = [(g, e) for g, e in zip(groups, estimates, strict=True) if e is not None]
+    if len(pairs) < len(groups):
+        return text.NOTHING
+    pairs.sort(key=lambda pair: pair[1].value, reverse=line.more_is_better)
+    (first, best), (_, next_best) = pairs[:2]
+    if best.value == next_best.value:
+        return "none: equal"
+    mine, *others = (Estimate(e.value, _interval(g, e, line)) for g, e in pairs)
+    if any(mine.overlaps(other) for other in others):
+        return "none: intervals overlap"
+    base = abs(next_best.value)
+    percent = 100 * (best.value - next_best.value) / base if base > 1e-9 else None
+    if percent is not None and abs(percent) < 0.5:
+        return "none: less than 1% apart"
+    margin = f" ({percent:+.0f}%)" if percent is not None else ""
+    has_seeds = best.interval is not None and next_best.interval is not None
+    return f"{first.variant}{margin}{'' if has_seeds else MARK}"
+
+
+def _interval(group: Group, estimate: Estimate, line: Line) -> tuple[float, float] | None:
+    """Over seeds; for one seed's rewards, over its episodes."""
+    if estimate.interval is not None:
+        return estimate.interval
+    run = group.runs[0]
+    if line.metric is figures.train_reward and "train" in run.evaluations:
+        return run.evaluations["train"].ci95
+    if line.metric is figures.test_reward and run.test_evaluation is not None:
+        return run.test_evaluation.ci95
+    spread = run.summary.final_reward_std
+    if line.metric is figures.final_reward and spread is not None:
+        half = 1.96 * spread / math.sqrt(max(1.0, min(WINDOW, run.summary.num_episodes)))
+        return estimate.value - half, estimate.value + half
+    return None

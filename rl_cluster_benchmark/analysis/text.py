@@ -1,0 +1,70 @@
+"""Figures and tables as text: on a screen, in Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+NOTHING = "-"
+
+Row = Sequence[str]
+
+
+def plain(text: str) -> str:
+    """Without the control characters that could drive a terminal: names of runs may come from strangers."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def whole(value: float | None) -> str:
+    return NOTHING if value is None or not math.isfinite(value) else f"{value:,.0f}"
+
+
+def decimal(value: float | None, places: int = 2) -> str:
+    return NOTHING if value is None or not math.isfinite(value) else f"{value:,.{places}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """90 -> 1m 30s."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+
+
+def table(head: Row, rows: Sequence[Row]) -> list[str]:
+    """Columns as wide as they need to be; figures to the right."""
+    body = [[plain(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(head), *body]) for i in range(len(head))]
+    numeric = [i > 0 and all(_is_figure(row[i]) for row in body) for i in range(len(head))]
+
+    def line(row: Row) -> str:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        return "  ".join(cells).rstrip()
+
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return [line(head), rule, *map(line, body)]
+
+
+def markdown_table(head: Row, rows: Sequence[Row]) -> list[str]:
+    def line(row: Row) -> str:
+        return "| " + " | ".join(escape_markdown(cell) for cell in row) + " |"
+
+    return [line(head), "|" + "-|" * len(head), *map(line, rows)]
+
+
+def escape_markdown(text: str) -> str:
+    """A cell that shows what it holds: neither markup nor HTML nor the end of the cell."""
+    text = plain(text).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for mark in "|`*_[]":
+        text = text.replace(mark, f"\\{mark}")
+    return text
+
+
+def _is_figure(text: str) -> bool:
+    return text == NOTHING or text[:1].isdigit() or (text[:1] in "+-" and text[1:2].isdigit())

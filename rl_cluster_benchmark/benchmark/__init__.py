@@ -1,0 +1,1 @@
+"""`rlcb benchmark`: a matrix of algorithms, modes, games and seeds, trained, evaluated and reported."""

@@ -1,0 +1,109 @@
+"""What a benchmark consists of: its cells, each one training run and its evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rl_cluster_benchmark import config_files as configs
+from rl_cluster_benchmark.config import EnvName
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run.files import write_atomically
+
+FILE = "benchmark.yaml"
+
+
+@dataclass(frozen=True)
+class Cell:
+    variant: str  # ppo_parallel, or a config file's name
+    game: str
+    seed: int
+    arguments: tuple[str, ...]  # of `rlcb train`, without the output directory
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}_{self.game}_seed{self.seed}"
+
+
+class Matrix(BaseModel):
+    """Written to benchmark.yaml; whoever resumes the benchmark reads it there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    algorithms: list[str] = []
+    modes: list[str] = []
+    configs: list[str] = []  # instead of algorithms x modes
+    games: Annotated[list[EnvName], Field(min_length=1)]
+    seeds: Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(min_length=1)]
+    duration_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    total_timesteps: Annotated[int, Field(ge=1)] | None = None
+    episodes: Annotated[int, Field(ge=1)] = 100
+    deterministic: bool = False
+    settings: list[str] = []  # section.key=value, of every cell
+
+    def cells(self) -> list[Cell]:
+        """Seed by seed, so that after the first round every variant has a result."""
+        limits: list[str] = []
+        if self.duration_hours is not None:
+            limits += ["--duration", str(self.duration_hours)]
+        if self.total_timesteps is not None:
+            limits += ["--total-timesteps", str(self.total_timesteps)]
+        for setting in self.settings:
+            limits += ["--set", setting]
+        return [
+            Cell(name, short_name(game), seed, (*variant, "--env", game, "--seed", str(seed), *limits))
+            for seed in self.seeds
+            for game in self.games
+            for name, variant in self._variants()
+        ]
+
+    def _variants(self) -> list[tuple[str, list[str]]]:
+        """(name, arguments)."""
+        if self.configs:
+            return [(Path(file).stem, ["--config", file]) for file in self.configs]
+        return [
+            (f"{algorithm}_{mode}", ["--algorithm", algorithm, "--mode", mode])
+            for algorithm in self.algorithms
+            for mode in self.modes
+        ]
+
+
+def short_name(env: str) -> str:
+    return env.removeprefix("procgen-").removesuffix("-v0") if env.startswith("procgen-") else env
+
+
+def build(**values: object) -> Matrix:
+    """From the command line, with a sentence for every mistake."""
+    try:
+        matrix = Matrix.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_sentence(error)) from None
+    twice = [name for name, count in Counter(cell.name for cell in matrix.cells()).items() if count > 1]
+    if twice:
+        raise UserError(f"The benchmark would hold {twice[0]} twice; name each game, seed, algorithm and config once.")
+    if matrix.duration_hours is None and matrix.total_timesteps is None:
+        raise UserError("Say how long each run trains: --duration HOURS, or --total-timesteps N.")
+    return matrix
+
+
+def save(matrix: Matrix, directory: Path) -> None:
+    write_atomically(directory / FILE, yaml.safe_dump(matrix.model_dump(mode="json"), sort_keys=False).encode())
+
+
+def load(directory: Path) -> Matrix:
+    try:
+        return Matrix.model_validate(configs.read_yaml(directory / FILE))
+    except ValidationError as error:
+        raise UserError(f"{directory / FILE} is damaged: {_sentence(error)}") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    message = str(first.get("ctx", {}).get("error", first["msg"]))
+    return f"{key} = {first['input']} {message}." if first["type"] == "value_error" else f"{key}: {message}."

@@ -1,0 +1,78 @@
+"""The processes of a run that is going on: found by the lock that its parent holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+class Processes:
+    """Keeps what it has seen: CPU use is measured from one reading to the next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, psutil.Process] = {}
+
+    def of_run(self, path: Path) -> list[dict[str, Any]]:
+        """The parent, then its workers: CPU in percent of one core, resident memory, and the core it last ran on."""
+        parent = lock_holder(path / ".lock")
+        if parent is None:
+            return []
+        rows = []
+        with contextlib.suppress(psutil.Error):
+            for process in (psutil.Process(parent), *psutil.Process(parent).children(recursive=True)):
+                if _is_helper(process):
+                    continue
+                known = self._seen.get(process.pid)
+                if known != process:  # compares the time it was started too
+                    known = self._seen[process.pid] = process
+                with contextlib.suppress(psutil.Error):  # one that has just ended
+                    rows.append(
+                        {
+                            "pid": known.pid,
+                            "role": "parent" if known.pid == parent else "worker",
+                            "cpu": known.cpu_percent(),
+                            "memory_gb": known.memory_info().rss / 1e9,
+                            "core": known.cpu_num(),
+                        }
+                    )
+        return rows
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """Python's own helpers of its worker processes."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return True
+    return "resource_tracker" in command or "multiprocessing.forkserver" in command
+
+
+def lock_holder(lock: Path) -> int | None:
+    """The process that holds a lock, if it is one of this machine that we may see."""
+    try:
+        inode = str(os.lstat(lock).st_ino)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        # 1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF
+        fields = line.split()
+        if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
+            pid = int(fields[4])
+            if _has_open(pid, lock):
+                return pid
+    return None
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    """The inode alone could be one of another disk."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(entry.path), os.lstat(file)):
+                    return True
+    return False

@@ -1,0 +1,190 @@
+"""The matrix: done once, killed and resumed, refused, failed, one cell at a time."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import CELL_SETTINGS, MATRIX, ROOT, environment, rlcb
+
+from rl_cluster_benchmark.analysis.runs import UnusableRunError, load_run
+from rl_cluster_benchmark.benchmark.board import Board
+from rl_cluster_benchmark.benchmark.cells import look_at
+from rl_cluster_benchmark.benchmark.matrix import load
+
+TIMES = ("fps", "speedup", "memory", "seconds", "runs")  # columns that differ from one time to the next
+
+
+def table(directory):
+    with open(directory / "comparison.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{key: value for key, value in row.items() if not any(name in key for name in TIMES)} for row in rows]
+
+
+def test_a_benchmark_trains_evaluates_and_reports_every_cell(benchmarked):
+    names = [f"{a}_{m}_Catch-v0_seed1" for a in ("ppo", "a2c") for m in ("sequential", "parallel")]
+    for name in names:
+        run = load_run(benchmarked / "cells" / name)
+        assert run.state == "finished"
+        assert run.evaluations["all"].num_episodes == 20
+    printed = (benchmarked / "benchmark.log").read_text()
+    assert "4 of 4 cells done" in printed
+    assert "COMPARISON: Catch-v0" in printed
+    for file in ("report.html", "report.md", "comparison.png", "comparison.csv", "comparison.json"):
+        assert (benchmarked / file).stat().st_size > 500, file
+    assert [row["variant"] for row in table(benchmarked)] == [
+        "PPO sequential", "PPO parallel", "A2C sequential", "A2C parallel",
+    ]  # fmt: skip
+
+
+def start(output):
+    call = [sys.executable, "-m", "rl_cluster_benchmark", "benchmark", *map(str, (*MATRIX, *CELL_SETTINGS))]
+    return subprocess.Popen(
+        [*call, "--output-dir", output], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def wait_until_training(cell):
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        try:
+            if len(load_run(cell).series["step"]) > 1:
+                return
+        except UnusableRunError:
+            pass
+        time.sleep(0.02)
+    raise AssertionError(f"{cell} does not start")
+
+
+@pytest.mark.timeout(900)
+def test_killed_in_the_middle_and_resumed_it_ends_with_the_same_table(benchmarked, tmp_path):
+    """SIGKILL while the second cell trains: it is trained anew, the first one is not."""
+    output = tmp_path / "matrix"
+    process = start(output)
+    try:
+        wait_until_training(output / "cells" / "ppo_parallel_Catch-v0_seed1")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+    finally:
+        process.kill()
+        process.wait()
+    first = output / "cells" / "ppo_sequential_Catch-v0_seed1" / "checkpoints" / "ppo_sequential_final.pt"
+    before = first.stat().st_mtime_ns
+    done = rlcb("benchmark", "--resume", "--output-dir", output, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert first.stat().st_mtime_ns == before
+    assert table(output) == table(benchmarked)
+
+
+def test_a_signal_ends_it_in_good_order(tmp_path):
+    output = tmp_path / "matrix"
+    process = start(output)
+    try:
+        cell = output / "cells" / "ppo_sequential_Catch-v0_seed1"
+        wait_until_training(cell)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert load_run(cell).state in ("interrupted", "finished")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_existing_benchmark_is_not_touched_without_being_told(benchmarked):
+    done = rlcb("benchmark", *MATRIX, *CELL_SETTINGS, "--output-dir", benchmarked)
+    assert done.returncode == 2
+    assert "already holds a benchmark. Add --resume" in done.stderr
+    done = rlcb("benchmark", "--seeds", 7, "--duration", 1, "--resume", "--output-dir", benchmarked)
+    assert done.returncode == 2
+    assert "holds another benchmark" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--duration", 1, "--games", "pong"), "games.0 = pong is not a known environment"),
+        (("--duration", 1, "--algorithms", "dqn"), "dqn_sequential_coinrun_seed1: command line: algorithm = 'dqn'"),
+        (("--duration", 1, "--seeds", 1, 1), "would hold"),
+        (("--duration", -1), "duration_hours"),
+        (("--duration", 1, "--episodes", 0), "episodes: Input should be greater than or equal to 1"),
+        (("--games", "coinrun"), "Say how long each run trains"),
+        (("--duration", 1, "--configs", "nothing"), "Config file nothing does not exist"),
+        (("--duration", 1, "--configs", "quickstart", "--modes", "parallel"), "Give either --configs or"),
+        (("--duration", 1, "--set", "training.gama=1"), "training.gama is not a known key"),
+        (("--resume",), "There is no benchmark in"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(args, text, tmp_path):
+    done = rlcb("benchmark", *args, "--output-dir", tmp_path / "matrix")
+    assert done.returncode == 2, done.stdout
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "matrix").exists()
+
+
+def test_one_cell_at_a_time_as_on_a_cluster(benchmarked, tmp_path):
+    """--plan lists the cells; two jobs at once each do theirs; the last call finds all done and reports."""
+    output = tmp_path / "matrix"
+    call = (
+        "--configs", "ppo_sequential", "a2c_sequential", "--games", "Catch-v0", "--seeds", 1,
+        "--total-timesteps", 6000, "--episodes", 20, *CELL_SETTINGS,
+    )  # fmt: skip
+    done = rlcb("benchmark", *call, "--output-dir", output, "--plan")
+    assert done.returncode == 0, done.stderr
+    assert "0  ppo_sequential_Catch-v0_seed1" in done.stdout
+    assert "sbatch --array=0-1" in done.stdout
+    job = [sys.executable, "-m", "rl_cluster_benchmark", "benchmark", "--resume", "--output-dir", output, "--cell"]
+    jobs = [
+        subprocess.Popen([*job, cell], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+        for cell in ("0", "a2c_sequential_Catch-v0_seed1")
+    ]
+    assert [job.wait(timeout=120) for job in jobs] == [0, 0]
+    assert not (output / "report.html").exists()
+    done = rlcb("benchmark", "--resume", "--output-dir", output)
+    assert done.returncode == 0, done.stderr
+    rows = {row["algorithm"]: row["final_reward"] for row in table(output)}
+    whole = {row["algorithm"]: row["final_reward"] for row in table(benchmarked) if row["mode"] == "sequential"}
+    assert rows == whole
+    done = rlcb("benchmark", "--resume", "--output-dir", output, "--cell", 9)
+    assert done.returncode == 2
+    assert "there is no such cell" in done.stderr
+
+
+def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path):
+    for name, rate in (("diverging", 1e38), ("sound", 1e-3)):
+        (tmp_path / f"{name}.yaml").write_text(f"algorithm: ppo\ntraining: {{learning_rate: {rate}}}\n")
+    output = tmp_path / "matrix"
+    done = rlcb(
+        "benchmark", "--configs", tmp_path / "diverging.yaml", tmp_path / "sound.yaml", "--games", "Catch-v0",
+        "--seeds", 1, "--total-timesteps", 1000, "--episodes", 5, *CELL_SETTINGS, "--output-dir", output,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert re.search(r"Failed: diverging_Catch-v0_seed1: .* became NaN or infinite", done.stdout)
+    assert "Traceback" not in done.stdout
+    assert [row["variant"] for row in table(output)] == ["PPO sequential"]
+    (left_out,) = json.loads((output / "comparison.json").read_text())["left_out"]
+    assert left_out["run"].endswith("diverging_Catch-v0_seed1")
+    assert "NaN or infinite" in left_out["reason"]
+
+
+def test_the_board_estimates_the_end(benchmarked, tmp_path):
+    """From what cells of the same variant took; done cells take nothing more."""
+    matrix = load(benchmarked)
+    cells = [look_at(cell, benchmarked / "cells" / cell.name, matrix) for cell in matrix.cells()]
+    assert {progress.state for progress in cells} == {"done"}
+    board = Board(cells, matrix)
+    assert board.status() == "4 of 4 cells done"
+    cells[0].seconds, cells[1].seconds, cells[2].seconds = 10.0, 20.0, 30.0
+    cells[3].state = "to come"
+    assert board.seconds_left() == pytest.approx(20.0)  # no cell of its variant is done: the mean of all
+    half = shutil.copytree(benchmarked / "cells" / cells[0].cell.name, tmp_path / "half")
+    os.unlink(half / "evaluation_all.json")
+    assert look_at(cells[0].cell, half, matrix).state == "to come"  # without its evaluation it is not done

@@ -1,0 +1,304 @@
+"""Comparing runs: the documented two-run form, any number of runs, every format, on real runs."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment, rlcb
+from run_copies import copy_run, evaluate_as
+
+from rl_cluster_benchmark.analysis import tables
+from rl_cluster_benchmark.analysis.comparison import Comparison
+from rl_cluster_benchmark.analysis.groups import reached
+from rl_cluster_benchmark.analysis.runs import load_run
+from rl_cluster_benchmark.analysis.template import as_template
+from rl_cluster_benchmark.analysis.text import escape_markdown
+from rl_cluster_benchmark.analysis.verdicts import headline
+
+COINRUN, STARPILOT = "procgen-coinrun-v0", "procgen-starpilot-v0"
+
+
+def compare_results(cwd, *args):
+    call = [sys.executable, ROOT / "compare_results.py", *map(str, args)]
+    return subprocess.run(call, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def documented(cells, tmp_path_factory):
+    """compare_results.py as the guide calls it, on copies whose figures are those of the guide."""
+    folder = tmp_path_factory.mktemp("documented")
+    figures = {"duration_hours": 1.0, "state": "finished"}
+    copy_run(
+        cells["ppo_sequential"], folder / "benchmarks" / "sequential_1h", **figures, total_timesteps=5_471_232,
+        total_updates=1342, avg_fps=1520.0, final_fps=1518.0, initial_reward=2.45, final_reward=7.23, best_reward=8.91,
+        peak_memory_gb=2.34,
+    )  # fmt: skip
+    copy_run(
+        cells["ppo_parallel"], folder / "benchmarks" / "parallel_1h", **figures, total_timesteps=11_536_384,
+        total_updates=2832, avg_fps=3204.0, final_fps=3198.0, initial_reward=2.38, final_reward=8.45, best_reward=9.67,
+        peak_memory_gb=6.12,
+    )  # fmt: skip
+    done = compare_results(
+        folder, "--sequential", "./benchmarks/sequential_1h", "--parallel", "./benchmarks/parallel_1h",
+        "--output", "./benchmarks/comparison.png",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_the_documented_table(documented):
+    _, output = documented
+    rows = [line.split("  ") for line in output.splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    for row in (
+        ["TRAINING COMPARISON"],
+        ["Metric", "Sequential", "Parallel"],
+        ["Duration (hours)", "1.00", "1.00"],
+        ["Total Timesteps", "5,471,232", "11,536,384"],
+        ["Total Updates", "1,342", "2,832"],
+        ["Performance Metrics"],
+        ["Average FPS", "1,520", "3,204"],
+        ["Speedup (Parallel/Sequential)", "-", "2.11x"],
+        ["Final FPS", "1,518", "3,198"],
+        ["Reward Metrics"],
+        ["Initial Reward", "2.45", "2.38"],
+        ["Final Reward", "7.23", "8.45"],
+        ["Best Reward", "8.91", "9.67"],
+        ["Resource Usage"],
+        ["Peak Memory (GB)", "2.34", "6.12"],
+        ["Efficiency Metrics"],
+        ["Timesteps/Hour", "5,471,232", "11,536,384"],
+        ["Efficiency Gain (%)", "-", "110.9%"],
+    ):
+        assert row in cells, row
+    lines = output.splitlines()
+    assert lines[0] == lines[2] == "=" * 80
+    assert lines[3] == f"{'Metric':<40} {'Sequential':<20} {'Parallel':<20}"
+    assert lines[4] == "-" * 80
+
+
+def test_the_documented_report_and_plot(documented):
+    folder, output = documented
+    assert (folder / "comparison_report.txt").read_text() == "\n".join(
+        [
+            "=" * 80,
+            "SEQUENTIAL VS PARALLEL TRAINING COMPARISON REPORT",
+            "=" * 80,
+            "",
+            "Sequential Directory: benchmarks/sequential_1h",
+            "Parallel Directory: benchmarks/parallel_1h",
+            "",
+            "SEQUENTIAL TRAINING",
+            "-" * 80,
+            "Duration: 1.00 hours",
+            "Total Timesteps: 5,471,232",
+            "Average FPS: 1,520",
+            "Peak Memory: 2.34 GB",
+            "",
+            "PARALLEL TRAINING",
+            "-" * 80,
+            "Duration: 1.00 hours",
+            "Total Timesteps: 11,536,384",
+            "Average FPS: 3,204",
+            "Peak Memory: 6.12 GB",
+            "",
+            "COMPARISON",
+            "-" * 80,
+            "Speedup (FPS): 2.11x",
+            "Efficiency Gain: 110.9%",
+            "",
+        ]
+    )
+    assert (folder / "benchmarks" / "comparison.png").read_bytes()[:4] == b"\x89PNG"
+    assert "One seed: no interval." in output
+
+
+def test_the_two_run_form_without_output_writes_where_it_stands(cells, tmp_path):
+    done = compare_results(tmp_path, "--sequential", cells["a2c_sequential"], "--parallel", cells["a2c_parallel"])
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in tmp_path.iterdir()} == {"comparison.png", "comparison_report.txt"}
+
+
+def test_wrong_uses_of_the_two_run_form(cells, tmp_path):
+    one, two = cells["ppo_sequential"], cells["ppo_parallel"]
+    for args, text in (
+        (("--sequential", one), "Give --sequential DIR and --parallel DIR"),
+        (("--sequential", one, "--parallel", two, one), "not a part of each"),
+        (("--sequential", two, "--parallel", one), "is a parallel run"),
+        (("--sequential", tmp_path, "--parallel", two), "holds no run"),
+        (("--sequential", one, "--parallel", two, "--output", tmp_path / "no" / "x.png"), "Cannot write"),
+        ((), "Nothing to compare"),
+    ):
+        done = compare_results(tmp_path, *args)
+        assert done.returncode == 2, done.stdout
+        assert text in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_make_compare_compares_what_the_timed_targets_made():
+    done = subprocess.run(["make", "-n", "compare"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--sequential benchmarks/sequential_1h --parallel benchmarks/parallel_1h" in done.stdout
+    assert "--output benchmarks/comparison.png" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def study(cells, tmp_path_factory):
+    """PPO in two modes on two games, three seeds each; the parallel one is faster and learns more."""
+    folder = tmp_path_factory.mktemp("study")
+    for mode, fps, lead in (("sequential", 400, 0.0), ("parallel", 800, 2.0)):
+        for env, base in ((COINRUN, 6.0), (STARPILOT, 5.0)):
+            for seed in (1, 2, 3):
+                name = f"{mode}_{env}_{seed}"
+                changes = {"env.name": env, "env.seed": seed}
+                reward = base + lead + 0.05 * seed
+                run = copy_run(
+                    cells[f"ppo_{mode}"], folder / name, config=changes, avg_fps=fps + seed, final_reward=reward
+                )
+                evaluate_as(run, env, train=reward, test=reward - 1.0)
+    return folder
+
+
+def test_runs_are_grouped_and_seeds_aggregated(study):
+    comparison = Comparison.load([study])
+    assert [(group.variant, group.task.game, len(group.runs)) for group in comparison.groups] == [
+        ("PPO parallel", "coinrun", 3),
+        ("PPO sequential", "coinrun", 3),
+        ("PPO parallel", "starpilot", 3),
+        ("PPO sequential", "starpilot", 3),
+    ]
+    data = tables.as_data(comparison)
+    parallel = data["groups"][0]
+    assert parallel["speedup"] == pytest.approx(802 / 402)
+    assert parallel["fps"]["mean"] == pytest.approx(802)
+    assert parallel["generalisation_gap"]["mean"] == pytest.approx(1.0)
+    assert parallel["test_levels_reward"]["mean"] == pytest.approx(7.1)
+    low, high = parallel["test_levels_reward"]["low"], parallel["test_levels_reward"]["high"]
+    assert (low, high) == pytest.approx((7.1 - 0.05 * 4.302653 / 3**0.5, 7.1 + 0.05 * 4.302653 / 3**0.5))
+
+
+def test_scores_over_games_are_normalised_with_the_published_ranges(study):
+    comparison = Comparison.load([study])
+    assert comparison.basis[0] == "test"
+    scores = comparison.scores()["PPO sequential"]
+    assert scores[0] == pytest.approx([(5.05 - 5) / 5, (5.10 - 5) / 5, (5.15 - 5) / 5])
+    assert scores[1] == pytest.approx([(4.05 - 2.5) / 61.5, (4.10 - 2.5) / 61.5, (4.15 - 2.5) / 61.5])
+    words = headline(comparison)
+    assert words[0].startswith("Fastest: PPO parallel at 802 ")
+    assert "2.00 times PPO sequential" in words[0]
+    assert words[1].startswith("Learned most: PPO parallel")
+    improvement = tables.as_data(comparison)["scores"]["probability_of_improvement"]
+    assert [(pair["x"], pair["y"], pair["probability"]["mean"]) for pair in improvement] == [
+        ("PPO parallel", "PPO sequential", 1.0)
+    ]
+
+
+def test_two_seeds_over_several_games_name_no_winner(study):
+    paths = [path for path in study.iterdir() if not path.name.endswith("_3")]
+    comparison = Comparison.load(paths)
+    assert not any(word.startswith(("Fastest", "Learned most")) for word in headline(comparison))
+    assert any("too few to name a winner" in note for note in comparison.warnings())
+
+
+def test_one_seed_says_so_and_names_no_winner(cells):
+    done = rlcb("compare", *cells.values())
+    assert done.returncode == 0, done.stderr
+    assert "one seed: no interval" in done.stdout
+    assert "Fastest" not in done.stdout
+    assert "Learned most" not in done.stdout
+
+
+def test_settings_that_differ_are_not_taken_for_seeds(cells, tmp_path):
+    run = cells["ppo_sequential"]
+    other = copy_run(run, tmp_path / "other", config={"training.learning_rate": 0.5, "env.seed": 2})
+    again = copy_run(run, tmp_path / "again")
+    groups = Comparison.load([run, other, again]).groups
+    assert sorted((group.variant, len(group.runs)) for group in groups) == [
+        ("PPO sequential (learning_rate 0.0003)", 1),
+        ("PPO sequential (learning_rate 0.0003) repeat 2", 1),
+        ("PPO sequential (learning_rate 0.5)", 1),
+    ]
+
+
+def test_speeds_of_different_machines_are_not_compared(cells, tmp_path):
+    other = copy_run(cells["ppo_parallel"], tmp_path / "other", cpu_model="Another CPU")
+    comparison = Comparison.load([cells["ppo_sequential"], other])
+    assert "Speeds are not compared: the runs come from different machines." in headline(comparison)
+    assert any("Another CPU" in note for note in comparison.warnings())
+
+
+def test_time_to_a_threshold_counts_from_a_hundred_episodes_on(cells):
+    run = load_run(cells["a2c_sequential"])
+    rewards, episodes = run.series["charts/episodic_return"], run.series["charts/episodes"]
+    threshold = float(rewards[episodes >= 100].max())
+    steps, seconds = reached(run, threshold)
+    first = next(i for i in range(len(rewards)) if episodes[i] >= 100 and rewards[i] >= threshold)
+    assert (steps, seconds) == (run.series["step"][first], run.series["time"][first])
+    assert reached(run, threshold + 0.01) is None
+    done = rlcb("compare", cells["a2c_sequential"], "--threshold", 99)
+    assert "time to 99.00" in done.stdout
+    assert "not reached" in done.stdout
+
+
+def test_the_published_curve_is_a_column(study, cells, tmp_path):
+    long = copy_run(cells["ppo_sequential"], tmp_path / "long", config={"env.name": COINRUN}, total_timesteps=1_000_000)
+    text = tables.as_table(Comparison.load([long]))
+    assert re.search(r"published PPO\n.*\n.*7\.89 / 7\.4\d\n", text)
+    assert "at 0.25M" in tables.as_table(Comparison.load([study]))
+
+
+def test_every_format_holds_the_same_figures(study, tmp_path):
+    outputs = {
+        name: rlcb("compare", study, "--format", name, "--output", tmp_path / f"{name}.png", "--x", axis)
+        for name, axis in (("csv", "steps"), ("json", "time"))
+    }
+    assert all(done.returncode == 0 for done in outputs.values())
+    assert (tmp_path / "csv.png").read_bytes()[:4] == (tmp_path / "json.png").read_bytes()[:4] == b"\x89PNG"
+    rows = list(csv.DictReader(io.StringIO(outputs["csv"].stdout)))
+    groups = json.loads(outputs["json"].stdout)["groups"]
+    assert [float(row["fps"]) for row in rows] == [group["fps"]["mean"] for group in groups]
+    assert [float(row["test_levels_reward_low"]) for row in rows] == [g["test_levels_reward"]["low"] for g in groups]
+    comparison = Comparison.load([study])
+    for text in (tables.as_table(comparison), tables.as_markdown(comparison)):
+        assert "802 (800 to 804)" in text
+        assert "7.10 (6.98 to 7.22)" in text
+        assert "Probability of improvement" in text
+    assert "| PPO parallel | 3 |" in tables.as_markdown(comparison)
+
+
+def test_the_template_names_winners_and_margins(study):
+    text = as_template(Comparison.load([study]))
+    assert text.count("BENCHMARK RESULTS - ") == 2
+    block = text.split("\n\n" + "=" * 79)[0]
+    for line in (
+        "PPO PARALLEL",
+        "PPO SEQUENTIAL",
+        "Training Progress:",
+        "Evaluation Results (20 episodes, sampled actions, unseen levels):",
+        "COMPARISON",
+        "Conclusion: ",
+    ):
+        assert line in block, line
+    assert re.search(r"Average FPS +802 +402 +PPO parallel \(\+100%\)\n", block)
+    assert re.search(r"Final Reward +8\.10 +6\.10 +PPO parallel \(\+33%\)\n", block)
+    assert re.search(r"Memory Usage .* GB .* GB +(none: equal|PPO sequential \(-\d+%\))\n", block)
+
+
+def test_the_template_names_no_winner_where_episodes_of_one_seed_overlap(cells, tmp_path):
+    def run(mode, reward):
+        copy = copy_run(cells[f"ppo_{mode}"], tmp_path / f"{mode}_{reward}", config={"env.name": COINRUN})
+        evaluate_as(copy, COINRUN, test=reward)  # ± 0.5
+        return copy
+
+    near = as_template(Comparison.load([run("sequential", 6.0), run("parallel", 6.5)]))
+    assert re.search(r"Evaluation, unseen levels +6\.00 +6\.50 +none: intervals overlap\n", near)
+    far = as_template(Comparison.load([run("sequential", 5.0), run("parallel", 7.0)]))
+    assert re.search(r"Evaluation, unseen levels +5\.00 +7\.00 +PPO parallel \(\+40%\)\*\n", far)
+    assert "* one seed: no interval" in far
+
+
+def test_markdown_shows_names_as_they_are():
+    assert escape_markdown("a|b<script>*x*`") == "a\\|b&lt;script&gt;\\*x\\*\\`"
