@@ -197,4 +197,15 @@ def test_the_code_for_amx_agrees_with_torch_too(tmp_path, architecture):
     header, source = ROOT / "tests" / "emulated_amx.h", network.SOURCES[architecture]
     file = build.FOLDER / source.file
     subprocess.run(["cc", *build.FLAGS, "-include", str(header), str(file), "-o", str(library)], check=True)
-    assert network.agrees_with_torch(ctypes.CDLL(str(library)), source)
+    emulated = ctypes.CDLL(str(library))
+    assert network.agrees_with_torch(emulated, source)
+    model = build_model(architecture)
+    batch, channels = {"impala": (1, [16, 32, 32]), "nature": (9, [32, 64, 64])}[architecture]  # groups of 8, or single
+    observations, parameters = images(batch), parameters_of(model)
+    results = []
+    for trunk in (model.native_trunk, network._make(emulated, source, (64, 64, 3), channels, parameters)):
+        model.zero_grad()
+        out = trunk(observations)
+        out.sum().backward()
+        results.append([out, *(parameter.grad for parameter in parameters)])
+    assert all(relative_error(ours, theirs) < 0.02 for ours, theirs in zip(*results, strict=True))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_cluster_benchmark.kernels import build
 
-FORWARD_ERROR, GRADIENT_ERROR = 0.02, 0.05  # relative; bfloat16 rounds to 0.004
+FORWARD_ERROR, GRADIENT_ERROR = 0.01, 0.25  # relative; rounding moves a few winners of ReLU and pooling
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ def _library(architecture: str) -> ctypes.CDLL | None:
 
 
 def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
-    """On a small network whose numbers are all positive: nothing cancels, so that any misplaced term shows."""
+    """On a small network with weights of both signs: whatever is taken from a wrong place shows in full."""
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for shape in source.check_shapes:
-        weight = torch.rand(shape, generator=generator) * 2 / math.prod(shape[1:])
-        bias = torch.rand(shape[0], generator=generator) / 10
+        weight = torch.randn(shape, generator=generator) * math.sqrt(1 / math.prod(shape[1:]))
+        bias = torch.rand(shape[0], generator=generator) * 2
         parameters += [weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight, bias]
     parameters = [parameter.requires_grad_() for parameter in parameters]
     image_shape = (source.check_side, source.check_side, 3)
@@ -161,7 +161,7 @@ def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
     if trunk is None:
         return False
     observations = torch.randint(0, 256, (3, *image_shape), dtype=torch.uint8, generator=generator)
-    grad = torch.rand(3, len(parameters[-1]), generator=generator)
+    grad = torch.randn(3, len(parameters[-1]), generator=generator)
     with torch.inference_mode(False), torch.enable_grad():  # wherever the first use happens to be
         expected = source.in_torch(parameters, observations)
         expected_gradients = torch.autograd.grad(expected, parameters, grad)
