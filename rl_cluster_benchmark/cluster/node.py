@@ -14,7 +14,8 @@ from typing import Any
 
 from rl_cluster_benchmark import config_files, hardware
 from rl_cluster_benchmark.cluster import placement
-from rl_cluster_benchmark.cluster.rendezvous import Cluster, Interrupted, meet
+from rl_cluster_benchmark.cluster.rendezvous import Cluster, meet
+from rl_cluster_benchmark.cluster.store import Interrupted
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.run.stop import Signals

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import platform
@@ -21,14 +19,21 @@ from rl_cluster_benchmark import __version__, config_files, hardware
 from rl_cluster_benchmark.cluster import network
 from rl_cluster_benchmark.cluster.membership import Membership
 from rl_cluster_benchmark.cluster.placement import Placement
+from rl_cluster_benchmark.cluster.store import (
+    SECONDS_BETWEEN_TRIES,
+    STORE_TIMEOUT,
+    client,
+    connect,
+    has,
+    prefixed,
+    wait_a_moment,
+)
 from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.run.summary import git_commit, package_versions
 
-SECONDS_BETWEEN_TRIES = 0.1
 SECONDS_FOR_ALL_TO_READ = 5.0
-STORE_TIMEOUT = timedelta(seconds=30)  # of one question to the store
 # What may differ between machines: where they are and how many workers each has.
 NODE_KEYS = (
     "parallel.num_workers", "hardware.num_threads", "cluster.num_workers", "cluster.master_addr",
@@ -101,21 +106,17 @@ class Cluster:
         deadline = time.monotonic() + self.join_timeout
         while not self.store.check([key]):
             self.membership.check()
-            _wait_a_moment(deadline, self.signals, f"The head did not publish its {key} in time.")
+            wait_a_moment(deadline, self.signals, f"The head did not publish its {key} in time.")
         return json.loads(self.store.get(key))
-
-
-class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked to stop
-    """A signal came before training began."""
 
 
 def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
     """Wait until all nodes are there and agree; returns the cluster they make."""
     here = network.endpoint(placement.master_addr, placement.master_port, config.cluster.interface)
     deadline = time.monotonic() + config.cluster.join_timeout
-    store, rank = _connect(placement, deadline, signals)
+    store, rank = connect(placement, deadline, signals)
     prefix = f"rlcb/{placement.attempt}"
-    store = _prefixed(prefix, store)
+    store = prefixed(prefix, store)
     store.set_timeout(STORE_TIMEOUT)
     if rank is None:
         rank = store.add("joined", 1)
@@ -127,15 +128,15 @@ def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
     this = _this_node(config, placement, here)
     nodes = _roll_call(store, rank, this, placement, deadline, signals)
     prefix = f"{prefix}/{nodes[0].id}"  # whatever an earlier attempt left in the store is behind us
-    store = _prefixed(nodes[0].id, store)
+    store = prefixed(nodes[0].id, store)
     _agree(store, rank, nodes)
     labels = [_label(rank, node.name) for rank, node in enumerate(nodes)]
     address = (placement.master_addr, placement.master_port)
 
-    def connect(timeout: timedelta) -> Any:
-        return _prefixed(prefix, _client(*address, timeout))
+    def another(timeout: timedelta) -> Any:
+        return prefixed(prefix, client(*address, timeout))
 
-    membership = Membership(connect, rank, labels, config.cluster.timeout)
+    membership = Membership(another, rank, labels, config.cluster.timeout)
     return Cluster(rank, nodes, store, address, prefix, membership, placement, config.cluster.join_timeout, signals)
 
 
@@ -191,36 +192,27 @@ def _roll_call(
     heard: set[int] = set()
     while True:
         if rank == 0:
-            heard = {other for other in everybody if _has(store, f"node/{other}")}
+            heard = {other for other in everybody if has(store, f"node/{other}")}
             if len(heard) == placement.num_nodes:
                 words = store.multi_get([f"node/{other}" for other in everybody])
                 store.set("list", json.dumps([json.loads(word) for word in words]))
-        if _has(store, "list"):
+        if has(store, "list"):
             nodes = [Node(**word) for word in json.loads(store.get("list"))]
             if rank < len(nodes) and nodes[rank].id == this.id:
                 name = hashlib.sha256("".join(node.id for node in nodes).encode()).hexdigest()
                 store.set(f"answer/{name}/{rank}", "")
                 if rank == 0 and store.check([f"answer/{name}/{other}" for other in everybody]):
                     store.set(f"holds/{name}", "")
-                if _has(store, f"holds/{name}"):
+                if has(store, f"holds/{name}"):
                     return nodes
         missing = f"; missing: node {', '.join(str(other) for other in everybody if other not in heard)}"
-        _wait_a_moment(
+        wait_a_moment(
             deadline,
             signals,
             f"Not all of {placement.num_nodes} machines came to {placement.master_addr}:{placement.master_port} in "
             f"time (cluster.join_timeout){missing if rank == 0 else ''}. Are they started with the same --master-addr, "
             "--master-port and --num-nodes?",
         )
-
-
-def _has(store: Any, key: str) -> bool:
-    try:
-        return bool(store.check([key]))
-    except Exception as error:  # torch's exceptions have no common base but RuntimeError
-        raise TrainingFailedError(
-            f"The head's store no longer answers ({_first_line(error)}); did the head stop? Its output says why."
-        ) from None
 
 
 def _this_node(config: Config, placement: Placement, here: network.Endpoint) -> Node:
@@ -248,87 +240,5 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in NODE_KEYS}
 
 
-def _connect(placement: Placement, deadline: float, signals: Signals) -> tuple[Any, int | None]:
-    """(the store, this node's rank if it is known already). The head makes the store unless torchrun has."""
-    host, port, rank = placement.master_addr, placement.master_port, placement.rank
-    if not placement.store_is_there and (rank == 0 or (rank is None and network.is_own_address(host, port))):
-        try:
-            return _serve(host, port), 0
-        except OSError as error:
-            if rank == 0 or error.errno != errno.EADDRINUSE:
-                raise UserError(
-                    f"The head cannot listen at {host}:{port} ({error.strerror}); choose another --master-port, or "
-                    "give an address of this machine with --master-addr."
-                ) from None
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=2).close()
-            break
-        except OSError as error:
-            own = " (an address of this machine itself)" if network.is_own_address(host, port) else ""
-            _wait_a_moment(
-                deadline,
-                signals,
-                f"The head at {host}:{port}{own} did not answer in time ({error.strerror or error}); is it started, "
-                "and is the port open between the machines?",
-            )
-    try:
-        return _client(host, port, STORE_TIMEOUT), rank
-    except RuntimeError as error:
-        raise UserError(
-            f"What listens at {host}:{port} is not the head of a run ({_first_line(error)}); choose another "
-            "--master-port."
-        ) from None
-
-
-def _serve(host: str, port: int) -> Any:
-    """A store that listens at the head's address only, not at all of the machine's."""
-    import torch.distributed as dist
-
-    address = network.resolve(host, port)
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=STORE_TIMEOUT,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _client(host: str, port: int, timeout: timedelta) -> Any:
-    import torch.distributed as dist
-
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def _prefixed(prefix: str, store: Any) -> Any:
-    import torch.distributed as dist
-
-    return dist.PrefixStore(prefix, store)
-
-
-def _wait_a_moment(deadline: float, signals: Signals, sentence_if_late: str) -> None:
-    if signals.received is not None:
-        raise Interrupted
-    if time.monotonic() > deadline:
-        raise TrainingFailedError(sentence_if_late)
-    time.sleep(SECONDS_BETWEEN_TRIES)
-
-
 def _label(rank: int, name: str) -> str:
     return f"Node {rank} ({name})"
-
-
-def _first_line(error: BaseException) -> str:
-    with contextlib.suppress(IndexError):
-        return str(error).strip().splitlines()[0][:200]
-    return type(error).__name__

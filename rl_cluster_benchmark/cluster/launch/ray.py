@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_cluster_benchmark.cluster import placement
@@ -113,13 +114,15 @@ class RayEngine:
         self._group: Any = None
 
     def available(self, wanted: int) -> int:
-        return min(wanted, len(machines()))
+        """Ray lists a machine as alive for a while after it is gone: ask each."""
+        with ThreadPoolExecutor(max_workers=32) as pool:
+            return min(wanted, sum(pool.map(_answers, machines())))
 
     def start(self, num_nodes: int, attempt: int, lines: Lines) -> Sequence[NodeProcess]:
         ray = _ray()
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
-        cpus = sorted(machines(), reverse=True)[:num_nodes]
+        cpus = sorted(machines().values(), reverse=True)[:num_nodes]
         bundles = [{"CPU": min(cpus)} for _ in range(num_nodes)]  # any machine takes any bundle
         self._group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         if not self._group.wait(SECONDS_TO_PLACE):
@@ -155,10 +158,24 @@ def _ray() -> Any:
         raise UserError("Ray is not installed: pip install 'rl-cluster-benchmark[ray]' (or ray).") from None
 
 
-def machines() -> list[float]:
-    """The CPUs of each machine of the cluster."""
+def machines() -> dict[str, float]:
+    """The CPUs of each machine of the cluster, by its id."""
+    nodes = [node for node in _ray().nodes() if node["Alive"] and "CPU" in node["Resources"]]
+    return {node["NodeID"]: node["Resources"]["CPU"] for node in nodes}
+
+
+def _answers(node_id: str) -> bool:
     ray = _ray()
-    return [node["Resources"]["CPU"] for node in ray.nodes() if node["Alive"] and "CPU" in node["Resources"]]
+    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+    question = ray.remote(_yes).options(num_cpus=0, scheduling_strategy=there)
+    try:
+        return bool(ray.get(question.remote(), timeout=SECONDS_TO_ANSWER))
+    except ray.exceptions.RayError:
+        return False
+
+
+def _yes() -> bool:
+    return True
 
 
 def launch(
