@@ -105,7 +105,7 @@ def evaluate(
     screen: Screen | None = None,
 ) -> Result:
     """The agent of a checkpoint's state, or with None a policy that picks actions at random."""
-    plan = hardware.plan(config)
+    plan = hardware.compiled(config, hardware.plan(config))
     num_envs = min(num_episodes, MAX_ENVS)
     env_config = config.env.model_copy(update={"seed": seed})
     env = make_env(
@@ -115,7 +115,7 @@ def evaluate(
         levels=levels,
         incarnation=EVALUATION,
     )
-    policy = random_policy(env) if state is None else trained_policy(config, state, env, hardware.dtype(plan.precision))
+    policy = random_policy(env) if state is None else trained_policy(config, state, env, plan)
     rewards, lengths = play(policy, env, num_episodes, seed=seed, deterministic=deterministic, screen=screen)
     mean = float(rewards.mean())
     return Result(
@@ -135,9 +135,10 @@ def evaluate(
     )
 
 
-def trained_policy(config: Config, state: dict[str, Any], env: VectorEnv, precision: torch.dtype) -> Policy:
+def trained_policy(config: Config, state: dict[str, Any], env: VectorEnv, plan: hardware.Plan) -> Policy:
     _check_fits(state, env, config)
-    model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision)
+    precision = hardware.dtype(plan.precision)
+    model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision, plan.engine)
     load_weights(model, state)
 
     @torch.inference_mode()
