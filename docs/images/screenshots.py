@@ -24,7 +24,7 @@ def main(report: str, runs: str) -> None:
         browser.size(390, 844, phone=True, scale=2)
         browser.screenshot(HERE / "report_phone_dark.png", full=False)
         browser.dark(False)
-        browser.size(1100, 1250)
+        browser.size(1100, 1750)
         assert server.stdout is not None
         browser.open(re.search(r"http://\S+", server.stdout.readline())[0])
         time.sleep(5)  # two rounds of news

@@ -71,7 +71,8 @@ class LineChart {
       return;
     }
     const xs = this.series.flatMap((line) => line.x);
-    const ys = this.series.flatMap((line) => [...line.y, ...(line.low || []), ...(line.high || [])]);
+    const band = (line) => [...(line.low || []).slice(line.early || 0), ...(line.high || []).slice(line.early || 0)];
+    const ys = this.series.flatMap((line) => [...line.y, ...band(line)]);
     const [x0, x1] = [0, Math.max(...xs) || 1];
     const [y0, y1] = extent(ys, this.options.fromZero);
     const toX = (x) => EDGE.left + ((x - x0) / (x1 - x0)) * (this.width - EDGE.left - EDGE.right);
