@@ -56,6 +56,7 @@ class Run:
         self.steps = self.updates = 0
         self.peak_memory = 0
         self.peak_worker_memory = 0  # of the largest worker process
+        self._num_workers_seen = 0
         self.last_update_at = 0.0  # seconds of training
         self._elapsed_before = self._cpu_before = 0.0
         if resumed_from is not None:
@@ -235,8 +236,10 @@ class Run:
         sizes = memory_in_use()
         self._memory = sum(sizes.values()) + self.memory_elsewhere()
         self.peak_memory = max(self.peak_memory, self._memory)
-        workers = [sizes.get(worker.pid, 0) for worker in multiprocessing.active_children()]
-        self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
+        workers = [sizes[worker.pid] for worker in multiprocessing.active_children() if worker.pid in sizes]
+        if len(workers) >= self._num_workers_seen:  # the last ones to end would count the pages of all for theirs
+            self._num_workers_seen = len(workers)
+            self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
         self._last_memory = time.perf_counter()
 
     def _time_is_up(self) -> bool:
