@@ -24,7 +24,7 @@ class Processes:
         rows = []
         with contextlib.suppress(psutil.Error):
             for process in (psutil.Process(parent), *psutil.Process(parent).children(recursive=True)):
-                if _is_helper(process):
+                if _is_helper(process, parent):
                     continue
                 known = self._seen.get(process.pid)
                 if known != process:  # compares the time it was started too
@@ -42,13 +42,14 @@ class Processes:
         return rows
 
 
-def _is_helper(process: psutil.Process) -> bool:
-    """Python's own helpers of its worker processes."""
+def _is_helper(process: psutil.Process, parent: int) -> bool:
+    """Python's own: the resource tracker, and the server that workers are forked from, whose name they bear."""
     try:
         command = " ".join(process.cmdline())
+        is_server = "multiprocessing.forkserver" in command and process.ppid() == parent
     except psutil.Error:
         return True
-    return "resource_tracker" in command or "multiprocessing.forkserver" in command
+    return is_server or "resource_tracker" in command
 
 
 def lock_holder(lock: Path) -> int | None:
