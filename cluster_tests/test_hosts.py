@@ -165,8 +165,9 @@ def test_torchrun_starts_a_killed_worker_again(hosts, processes, tmp_path):
     wait_until(lambda: updates(output) > 6, 120, "training", logs[0])
     for agent in nodes:
         (node,) = psutil.Process(agent.pid).children()
-        if "spawn_main" not in " ".join(node.cmdline()):
-            next(c for c in node.children() if "spawn_main" in " ".join(c.cmdline())).kill()
+        workers = [worker for child in node.children() for worker in child.children()]
+        if workers:
+            workers[0].kill()
             break
     for process, log in zip(nodes, logs, strict=True):
         assert finished(process, 150, log) == 0, log.read_text()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from conftest import ROOT, environment
 
 
@@ -25,6 +26,11 @@ def running(*args: object) -> Iterator[subprocess.Popen[str]]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def workers_of(process: subprocess.Popen[str] | psutil.Process) -> list[psutil.Process]:
+    """The children of its server, in the order of their ranks."""
+    return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
 
 
 def wait_for_updates(output: Path, label: str, count: int, process: subprocess.Popen[str]) -> None:

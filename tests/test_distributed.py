@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, environment
+from processes import workers_of
 
 from rl_cluster_benchmark import cli, hardware, training
 from rl_cluster_benchmark.algorithms.reduction import Alone
@@ -65,8 +66,7 @@ class Nodes:
         return [(process.returncode, text) for process, text in zip(self.processes, texts, strict=True)]
 
     def workers(self):
-        children = [c for p in self.processes for c in psutil.Process(p.pid).children()]
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return [worker for process in self.processes for worker in workers_of(process)]
 
     def kill(self):
         for process in self.processes:
@@ -154,7 +154,7 @@ def test_the_loss_of_a_part_ends_all_with_the_reason(victim, nodes, tmp_path):
     assert len(workers) == 2
     lost_at = time.monotonic()
     if victim == "worker":
-        next(worker for worker in workers if worker.ppid() == other.pid).kill()
+        workers_of(other)[0].kill()
         survivors, reason = nodes.ends(timeout=60), "Worker 0 was killed by SIGKILL"
         assert survivors[1][0] == 1
         assert "Node 1 (" in survivors[0][1]
@@ -162,7 +162,7 @@ def test_the_loss_of_a_part_ends_all_with_the_reason(victim, nodes, tmp_path):
         head.kill()
         survivors, reason = nodes.ends(timeout=60)[1:], "Lost contact with Node 0"
     else:
-        for process in (psutil.Process(other.pid), *psutil.Process(other.pid).children()):
+        for process in (psutil.Process(other.pid), *psutil.Process(other.pid).children(recursive=True)):
             process.suspend()
         text, _ = head.communicate(timeout=60)
         survivors, reason = [(head.returncode, text)], "Node 1 ("
@@ -262,7 +262,7 @@ def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path):
             for first, second in zip(*vectors, strict=True):
                 first.copy_((first + second) / 2)
                 second.copy_(first)
-            scales = [machine.algorithm.on_policy.normalize_rewards for machine in machines]
+            scales = [machine.algorithm.on_policy.normalize_rewards.scale for machine in machines]
             for name in ("mean", "variance", "count"):
                 mean = sum(getattr(scale, name) for scale in scales) / 2
                 for scale in scales:

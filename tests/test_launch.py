@@ -220,7 +220,7 @@ def test_where_a_node_is():
     found = placement.find(config, None, torchrun)
     assert (found.rank, found.num_nodes, found.master_addr, found.master_port) == (1, 2, "m", 5)
     assert found.store_is_there
-    assert found.attempt == "x-3"
+    assert found.attempt == "x", "its count of restarts may differ between machines"
     with pytest.raises(UserError, match="--nproc-per-node 1"):
         placement.find(config, None, torchrun | {"LOCAL_WORLD_SIZE": "4"})
     slurm = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[03-07,9],m1"}

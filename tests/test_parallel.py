@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, environment, rlcb
+from processes import workers_of
 
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.kernels import pooling
@@ -81,11 +82,6 @@ def wait_for_updates(output, count, process):
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def workers_of(process):
-    """The children of its server, in the order of their ranks."""
-    return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
 
 
 def assert_gone(processes, seconds=5.0):
