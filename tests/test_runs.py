@@ -88,11 +88,11 @@ def test_a_failed_run_says_why(tmp_path):
 def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
     """Whoever looks holds the lock for a moment; a run that starts just then tries again."""
     directory = RunDirectory.of(load(None, {"output_dir": str(tmp_path)}))
-    os.close(directory.claim(may_hold_a_run=False))
+    directory.claim(may_hold_a_run=False).release()
     looker = os.open(tmp_path / ".lock", os.O_RDONLY)
     fcntl.flock(looker, fcntl.LOCK_SH)
     threading.Timer(0.02, os.close, [looker]).start()
-    os.close(directory.claim(may_hold_a_run=False))
+    directory.claim(may_hold_a_run=False).release()
 
 
 def damage(cells, tmp_path):
