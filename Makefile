@@ -97,7 +97,7 @@ compare: venv/.installed ## compare the runs of train-timed and train-parallel (
 benchmark: venv/.installed ## train, evaluate and compare a matrix: make benchmark ARGS="--duration 0.5 --games coinrun"
 	$(BIN)/rlcb benchmark --output-dir $(OUT)/matrix $(ARGS)
 
-benchmark-quick: venv/.installed ## PPO and A2C in both modes, two seeds: a full report in about ten minutes on 2 cores
+benchmark-quick: venv/.installed ## PPO and A2C in both modes, two seeds: a full report in eight to ten minutes on 2 cores
 	$(BIN)/rlcb benchmark --algorithms ppo a2c --modes sequential parallel --games coinrun --seeds 1 2 --duration 0.01 \
 	  --episodes 16 --set $(QUICK) --output-dir $(OUT)/quick --overwrite $(ARGS)
 
