@@ -87,7 +87,8 @@ class Run:
         self._last_checkpoint = self._started
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
         self._last_log = (self.elapsed, self.steps)
-        self._last_memory = -math.inf  # the first reading comes with the first update: all buffers are in use then
+        self._read_memory()  # all workers are there now; at the first update of a short run some may have ended
+        self._last_memory = -math.inf  # and again then: all buffers are in use
 
     @property
     def elapsed(self) -> float:
