@@ -33,9 +33,9 @@ def workers_of(process: subprocess.Popen[str] | psutil.Process) -> list[psutil.P
     return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
 
 
-def wait_for_updates(output: Path, label: str, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_updates(output: Path, label: str, count: int, process: subprocess.Popen[str], seconds: float = 90) -> None:
     log = output / "logs" / label / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + seconds
     while not log.exists() or log.read_text().count("\n") < count:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline

@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
+import processes
 import psutil
 import pytest
 from conftest import ROOT, environment, rlcb
@@ -40,12 +40,7 @@ def launched():
 
 
 def wait_for_updates(output, count, process):
-    deadline = time.monotonic() + 200
-    log = output / "logs" / "PPO_Distributed" / "metrics.jsonl"
-    while not log.exists() or log.read_text().count("\n") < count:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    processes.wait_for_updates(output, "PPO_Distributed", count, process, seconds=200)
 
 
 def nodes_of(process):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import processes
 import psutil
 import pytest
 import torch
@@ -76,12 +77,7 @@ def without_times(lines):
 
 
 def wait_for_updates(output, count, process):
-    log = output / "logs" / PPO_LABEL / "metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not log.exists() or log.read_text().count("\n") < count:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    processes.wait_for_updates(output, PPO_LABEL, count, process, seconds=90)
 
 
 def assert_gone(processes, seconds=5.0):

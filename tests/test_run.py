@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import processes
 import pytest
 import yaml
 from conftest import ROOT, TINY, environment, read_metrics, rlcb, tiny_run
@@ -41,12 +42,7 @@ def start(output, *args, timesteps=10_000_000):
 
 
 def wait_for_updates(output, count, process):
-    deadline = time.monotonic() + 60
-    log = output / "logs" / "PPO_Sequential" / "metrics.jsonl"
-    while not log.exists() or log.read_text().count("\n") < count:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    processes.wait_for_updates(output, "PPO_Sequential", count, process, seconds=60)
 
 
 def updates(output):

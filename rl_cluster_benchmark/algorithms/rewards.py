@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.rollout import Rollout
 
 CLIP = 10.0
@@ -68,7 +69,7 @@ def scaled(rewards: Tensor, divisor: float) -> Tensor:
 class RewardNormalizer:
     """Scales a rollout's rewards by the statistics of all workers, those of this rollout included."""
 
-    def __init__(self, num_envs: int, gamma: float, reduce: Reducer) -> None:
+    def __init__(self, num_envs: int, gamma: float, reduce: Callable[[Tensor], Tensor]) -> None:
         self.reduce = reduce
         self.returns, self.scale = DiscountedReturns(num_envs, gamma), RewardScale()
 

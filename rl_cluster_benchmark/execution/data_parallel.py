@@ -7,7 +7,7 @@ made through shared memory, and all take the same step. The parent only watches,
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,26 +47,34 @@ def train(run: Run) -> None:
     )
     use_gloo = config.parallel.reduce == "gloo"
     store = gloo_store() if use_gloo else None
-    minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
     task = Task.of(config)
     work = None
     if plan.balance > 0 and not use_gloo:
         work = SharedWork(task, shards, config.training.n_steps, plan.balance)
-    sizes = (num_workers, task.num_parameters + VECTOR_SPARE, 3 * minibatches + SMALL_SPARE)
     spares = num_pieces(num_workers) if work else 0
-    means = SharedMemoryReducer.allocate(*sizes, spares) if store is None else store.port
+    means = SharedMemoryReducer.allocate(num_workers, *sums(config, task), spares) if store is None else store.port
     args = (config, plan, shards, shared, means, work, run.resumed_path, run.progress_state())
 
     with WorkerPool(_work, num_workers, args, plan.cores) as pool:
-        started = 0
-        for rank, (kind, content) in pool.messages(lambda: give_orders(run, shared["order"])):
-            if kind == "started":
-                print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
-                started += 1
-                if started == num_workers:
-                    run.start()
-            else:
-                write_down(run, kind, content)
+        for kind, content in reports(run, pool, shards, shared["order"]):
+            write_down(run, kind, content)
+
+
+def reports(
+    run: Run, pool: WorkerPool, shards: Sequence[Sequence[int]], order: torch.Tensor,
+    when_ready: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[str, Any]]:  # fmt: skip
+    """What the workers say, but for that they have started: time counts from when all have."""
+    started = 0
+    for rank, (kind, content) in pool.messages(lambda: give_orders(run, order)):
+        if kind != "started":
+            yield kind, content
+            continue
+        print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
+        started += 1
+        if started == len(shards):
+            run.start()
+            when_ready()
 
 
 def write_down(run: Run, kind: str, content: Any) -> None:
@@ -200,6 +208,7 @@ def gloo_store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def vector_size(config: Config) -> int:
-    """Floats for the model's gradient and the loss statistics."""
-    return Task.of(config).num_parameters + VECTOR_SPARE
+def sums(config: Config, task: Task) -> tuple[int, int]:
+    """How much is summed at once: floats for the gradient and the loss statistics, doubles for anything else."""
+    minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
+    return task.num_parameters + VECTOR_SPARE, 3 * minibatches + SMALL_SPARE

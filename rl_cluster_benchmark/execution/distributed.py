@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,16 +23,16 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.execution.data_parallel import (
     INTERRUPTED,
-    SMALL_SPARE,
     TIME_IS_UP,
     WorkerCourse,
-    vector_size,
+    sums,
     write_down,
 )
 from rl_cluster_benchmark.execution.leaders import Leaders, LostContactError, Seat
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run.run import SECONDS_BETWEEN_MEMORY_READINGS, Run, memory_in_use
@@ -47,9 +46,9 @@ class Node:
     def __init__(self, cluster: Cluster, config: Config, plan: Plan) -> None:
         self.cluster, self.config, self.plan = cluster, config, plan
         self.seat = _seat(cluster, config)
-        shards = np.array_split(np.arange(config.env.num_envs), cluster.num_workers)
+        shards = deal(config.env.num_envs, cluster.num_workers)
         first = self.seat.first_worker
-        self.shards = [list(map(int, shard)) for shard in shards[first : first + plan.num_workers]]
+        self.shards = shards[first : first + plan.num_workers]
         longest = len(shards[0]) * config.training.n_steps
         self.shared = SharedTensors(
             {
@@ -57,9 +56,8 @@ class Node:
                 "episodes": ((plan.num_workers, longest + 1, 2), torch.float32),  # first row: how many
             }
         )
-        minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
-        small = 3 * minibatches + SMALL_SPARE + self.seat.num_nodes
-        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector_size(config), small)
+        vector, small = sums(config, Task.of(config))
+        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes)
 
     def train(
         self, checkpoint: Path | None, progress: dict[str, Any], *, look: Callable[[], int],

@@ -24,7 +24,7 @@ from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import times
-from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP, give_orders
+from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP, reports
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
@@ -46,34 +46,27 @@ def train(run: Run) -> None:
     shared = SharedTensors(_layout(config, num_workers))
     args = (config, plan, shards, shared, run.resumed_path, run.progress_state())
     seconds_before = dict(run.clock.seconds)
-    reports: list[dict[str, Any]] = []
+    together: list[dict[str, Any]] = []
     final_state = None
 
     def record() -> None:
         """As many updates as there are workers count as one: as much experience as an update of A2C."""
         run.clock.seconds = times.mean_phases(shared["times"], seconds_before)
         run.worker_cpu_seconds = times.cpu_seconds(shared["times"])
-        run.record(**_together(reports))
-        reports.clear()
+        run.record(**_together(together))
+        together.clear()
 
     with WorkerPool(_work, num_workers, args, plan.cores) as pool:
-        started = 0
-        for rank, (kind, content) in pool.messages(lambda: give_orders(run, shared["order"])):
-            if kind == "started":
-                print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
-                started += 1
-                if started == num_workers:
-                    run.start()
-                    shared["go"][0] = 1
-            elif kind == "record":
-                reports.append(content)
-                if len(reports) == num_workers:
+        for kind, content in reports(run, pool, shards, shared["order"], when_ready=lambda: shared["go"].fill_(1)):
+            if kind == "record":
+                together.append(content)
+                if len(together) == num_workers:
                     record()
             elif kind == "save":
                 run.save(checkpoint.unpack(content))
             elif kind == "final state":
                 final_state = checkpoint.unpack(content)
-        if reports:
+        if together:
             record()
         assert final_state is not None
         run.finish(final_state)
@@ -176,9 +169,6 @@ class SumSinceLastTime:
         news = others if self._seen is None else others - self._seen
         self._seen = others
         return tensor + news
-
-    def vector(self, size: int) -> Tensor:
-        raise NotImplementedError("statistics only: gradients are not summed here")
 
 
 class HogwildCourse:
