@@ -129,18 +129,24 @@ def test_minibatches_do_not_depend_on_the_number_of_workers():
         assert together == {(int(row) // 8, int(row) % 8) for row in rows}
 
 
-@pytest.mark.parametrize("sizes", [(128,) * 16, (512, 512), (100, 37, 64), (8, 8)])
+@pytest.mark.parametrize("sizes", [(128,) * 16, (512, 512), (100, 37, 64), (8, 8), (7, 7)])
 @pytest.mark.parametrize("fraction", [0.25, 0.5])
 def test_work_to_share_is_set_apart_without_losing_a_row(sizes, fraction):
     ends = np.cumsum(sizes)
     rows = [torch.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    kept, pieces = set_apart(rows, fraction, max_pieces=48)
+    kept, pieces = set_apart(rows, fraction, max_pieces=50)
     assert sorted(torch.cat([*kept, *pieces]).tolist()) == list(range(int(ends[-1])))
-    assert len(pieces) <= 48
+    assert len(pieces) <= 50
     assert all(len(keep) >= (1 - fraction) * size for keep, size in zip(kept, sizes, strict=True))
     lengths = [len(piece) for piece in pieces]
     assert lengths[: len(lengths) // 3] == sorted(lengths[: len(lengths) // 3], reverse=True)
-    assert bool(pieces) == (sum(int(fraction * size) for size in sizes) >= 8 * len(sizes))
+    assert bool(pieces) == (sum(int(fraction * size) for size in sizes) >= 4 * len(sizes))
+
+
+def test_the_last_pieces_of_shared_work_are_small_and_there_is_one_for_each_worker():
+    _, pieces = set_apart(list(torch.arange(2048).view(16, 128)), 0.25, max_pieces=50)
+    assert [len(piece) for piece in pieces] == [16] * 24 + [8] * 8 + [4] * 16
+    assert set_apart(list(torch.arange(2048).view(64, 32)), 0.25, max_pieces=50)[1] == [], "one each is not to be had"
 
 
 def test_annealing_and_target_kl():

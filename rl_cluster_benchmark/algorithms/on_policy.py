@@ -25,7 +25,7 @@ from rl_cluster_benchmark.config import Config, TrainingConfig
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 
-SMALLEST_PIECE = 8  # samples; below that, the cost of a pass is not the samples'
+SMALLEST_PIECE = 4  # samples; below that, the cost of a pass is not the samples'
 STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
 
 
@@ -205,15 +205,19 @@ class OnPolicyLearner:
 def set_apart(rows: Rows, fraction: float, max_pieces: int) -> tuple[Rows, list[Tensor]]:
     """(what each worker keeps, pieces for whoever is free): of each worker's rows the last ones, large pieces first.
 
-    Large ones cost less; small ones at the end let all workers finish together.
+    Large pieces cost less; small ones at the end let all workers finish together. As many samples are left for each
+    size as keep everybody busy while the last of the size before is computed.
     """
     kept = [own[: len(own) - int(fraction * len(own))] for own in rows]
     rest = torch.cat([own[len(keep) :] for own, keep in zip(rows, kept, strict=True)])
-    if len(rest) < SMALLEST_PIECE * len(rows):
+    workers, count = len(rows), len(rest)
+    if count < SMALLEST_PIECE * workers or max_pieces < workers + 2:
         return rows, []
-    small = max(SMALLEST_PIECE, -(-3 * len(rest) // (4 * (max_pieces - 2))))
-    half = len(rest) // 2
-    return kept, [*rest[:half].split(2 * small), *rest[half:].split(small)]
+    size = max(SMALLEST_PIECE, -(-count // (4 * (max_pieces - workers - 1))))
+    smallest = count - min(count, size * workers)
+    small = smallest - min(smallest, size * workers)
+    pieces = [*rest[:small].split(4 * size), *rest[small:smallest].split(2 * size), *rest[smallest:].split(size)]
+    return kept, [piece for piece in pieces if len(piece)]
 
 
 def mean_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -54,7 +54,7 @@ def _measured(config: Config, cores: int) -> tuple[int, int]:
     num_envs = config.parallel.num_envs_per_worker or max(1, config.env.num_envs * 3 // cores)
     costs = measure(config, num_envs)
     fresh = 1 - config.impala.replay_fraction
-    actors, learners = split(costs, cores, fresh)
+    actors, learners = split(costs, cores, config.unrolls_per_step, fresh)
     print(
         f"Split of {cores} cores: {actors} actors, {learners} learners (a step costs {1e3 * costs.act:.2f} ms to take "
         f"and {1e3 * costs.learn / fresh:.2f} ms to learn from)",
@@ -63,11 +63,16 @@ def _measured(config: Config, cores: int) -> tuple[int, int]:
     return actors, learners
 
 
-def split(costs: Costs, cores: int, fresh: float = 1.0) -> tuple[int, int]:
-    """(actors, learners) with the most steps per second; of equals the one with more learners."""
+def split(costs: Costs, cores: int, unrolls: int, fresh: float = 1.0) -> tuple[int, int]:
+    """(actors, learners) with the most steps per second, when a learner's step takes so many unrolls.
+
+    Learners take unrolls one after the other, and at the end of a step each waits for half of one on average.
+    """
 
     def rate(actors: int) -> float:
-        return min(actors / costs.act, (cores - actors) * fresh / costs.learn)
+        learners = cores - actors
+        busy = unrolls / (unrolls + learners / 2)
+        return min(actors / costs.act, learners * busy * fresh / costs.learn)
 
     actors = max(range(1, cores), key=rate)
     return actors, cores - actors

@@ -37,7 +37,7 @@ TARGETS = ("weights", "advantages", "returns")  # that each worker finds for its
 
 def num_pieces(num_workers: int) -> int:
     """Into how many a minibatch's shared part is cut at most."""
-    return min(255, max(FEWEST_PIECES, PIECES_PER_WORKER * num_workers))  # a ticket is a byte
+    return min(256, max(FEWEST_PIECES, PIECES_PER_WORKER * num_workers + 2))  # a ticket is a byte
 
 
 class Tickets:
