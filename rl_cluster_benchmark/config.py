@@ -210,7 +210,7 @@ class ImpalaConfig(Section):
         "auto", description="Parallel mode: processes that learn; auto: the cores left over."
     )
     pages_per_actor: Int = Field(
-        2, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
+        3, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
     )
     inference_precision: Literal["same", "float32", "bfloat16"] = Field(
         "same", description="Of the actors alone; V-trace corrects for the difference. same is hardware.precision."

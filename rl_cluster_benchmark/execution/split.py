@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -17,7 +18,8 @@ from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.rollout import Collector
 from rl_cluster_benchmark.timing import PhaseClock
 
-SECONDS = 1.0  # to measure each cost for, at least
+SECONDS = 2.0  # to measure the costs for, at least
+FEWEST_CALLS = 4
 SAMPLED_STEPS = 16
 
 
@@ -95,16 +97,17 @@ def measure(config: Config, num_envs: int) -> Costs:
     impala = Impala(config, learning, env_ids=(), micro_batch=plan.micro_batch, reduce=Alone())
     together = max(1, min(num_envs, plan.micro_batch // n_steps))
     unrolls = Unrolls.of(rollout, list(range(together)), torch.zeros_like(rollout.rewards))
-    act = _seconds(lambda: collector.collect_unroll(1, lambda: False)) / (n_steps * num_envs)
-    learn = _seconds(lambda: impala.step(unrolls, 0.0)) / (n_steps * together)
-    return Costs(act, learn)
+    act, learn = _seconds(lambda: collector.collect_unroll(1, lambda: False), lambda: impala.step(unrolls, 0.0))
+    return Costs(act / (n_steps * num_envs), learn / (n_steps * together))
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """Of one call, the first one not counted."""
-    work()
-    start, calls = time.perf_counter(), 0
-    while time.perf_counter() - start < SECONDS:
-        work()
-        calls += 1
-    return (time.perf_counter() - start) / calls
+def _seconds(*works: Callable[[], object]) -> list[float]:
+    """Of one call of each: medians of calls in turns, the first ones not counted, so that a hitch decides nothing."""
+    taken: list[list[float]] = [[] for _ in works]
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end or len(taken[-1]) < FEWEST_CALLS:
+        for work, seconds in zip(works, taken, strict=True):
+            start = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - start)
+    return [median(seconds[1:]) for seconds in taken]
