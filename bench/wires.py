@@ -3,8 +3,8 @@
     python bench/wires.py --rate 1gbit --delay-ms 0.5 NAMESPACE=ADDRESS NAMESPACE=ADDRESS …
 
 Each namespace gets a TUN device with that address; this program carries packets from one to the other. What a host
-sends leaves it at the rate, one packet after the other, and arrives after the delay. Packets are large, so that carrying
-them costs little of the cores that are to be measured. Ends, and takes the devices with it, on SIGTERM.
+sends leaves it at the rate, one packet after the other, and arrives after the delay. Packets are large: carrying
+them shall cost little of the cores that are to be measured. Ends, and takes the devices with it, on SIGTERM.
 """
 
 from __future__ import annotations
