@@ -211,6 +211,9 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", metavar="GAME", help="another game than the agent was trained on")
     parser.add_argument("--num-episodes", type=_positive, default=100, metavar="N", help="default: 100")
     parser.add_argument("--deterministic", action="store_true", help="take the likeliest action instead of sampling")
+    parser.add_argument(
+        "--random", action="store_true", help="play at random in the agent's place: what it has to be better than"
+    )
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of levels and actions; default: 0")
     parser.add_argument(
         "--levels", choices=("train", "test", "all"), default="test",
@@ -319,6 +322,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         algorithm=args.algorithm,
         num_episodes=args.num_episodes,
         deterministic=args.deterministic,
+        at_random=args.random,
         seed=args.seed,
         levels=args.levels,
         num_threads=num_threads,

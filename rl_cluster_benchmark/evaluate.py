@@ -59,6 +59,7 @@ def evaluate_checkpoint(
     algorithm: str | None,
     num_episodes: int,
     deterministic: bool,
+    at_random: bool,
     seed: int,
     levels: Levels,
     num_threads: int | None,
@@ -80,9 +81,10 @@ def evaluate_checkpoint(
         levels = "all"  # nothing was held back from training
     print("\n".join(_header(name, config, state, path, levels)), flush=True)
     result = evaluate(
-        config, state, num_episodes=num_episodes, deterministic=deterministic, levels=levels, seed=seed, screen=screen
-    )
-    print("\n".join(block(f"{name} Evaluation Results", result)))
+        config, None if at_random else state, num_episodes=num_episodes, deterministic=deterministic, levels=levels,
+        seed=seed, screen=screen,
+    )  # fmt: skip
+    print("\n".join(block(f"{'Random Policy' if at_random else name} Evaluation Results", result)))
     if screen is not None:
         screen.close()
     if json_file is not None:

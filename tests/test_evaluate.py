@@ -104,6 +104,9 @@ def test_the_block_and_the_file(trained, tmp_path):
     again = rlcb("evaluate", "--checkpoint", path, "--num-episodes", 30, "--seed", 5, "--json", report)
     assert again.returncode == 0
     assert json.loads(report.read_text()) == result, "one seed, one result"
+    chance = rlcb("evaluate", "--checkpoint", path, "--num-episodes", 100, "--random", "--json", report)
+    assert "Random Policy Evaluation Results" in chance.stdout
+    assert json.loads(report.read_text())["mean_reward"] == pytest.approx(-0.6, abs=0.3), "one ball in five is caught"
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.timing import PhaseClock
 
 SECONDS_BETWEEN_MEMORY_READINGS = 10.0
+SHORTEST_RATE = 1.0  # seconds that a speed is a mean over, at least
 FINAL_FPS_UPDATES = 10
 
 
@@ -86,7 +87,7 @@ class Run:
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._last_checkpoint = self._started
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
-        self._last_log = (self.elapsed, self.steps)
+        self._logs: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)])  # when, how many steps
         self._read_memory()  # all workers are there now; at the first update of a short run some may have ended
         self._last_memory = -math.inf  # and again then: all buffers are in use
 
@@ -164,10 +165,8 @@ class Run:
     # What is written
 
     def _log(self, losses: dict[str, float], asynchrony: dict[str, float]) -> None:
-        last_time, last_steps = self._last_log
         now = self.elapsed
-        fps = (self.steps - last_steps) / max(1e-9, now - last_time)
-        self._last_log = (now, self.steps)
+        fps = self._rate(now)
         line: dict[str, float] = {"step": self.steps, "time": round(now, 3), "update": self.updates, "charts/SPS": fps}
         line["charts/learning_rate"] = losses["learning_rate"]
         line["charts/episodes"] = self.episodes.count
@@ -197,6 +196,14 @@ class Run:
                 mean_length=self.episodes.mean_length,
             )
         )
+
+    def _rate(self, now: float) -> float:
+        """Steps per second since the last log, or over a while: updates of a moment may be reported in bursts."""
+        while len(self._logs) > 1 and now - self._logs[1][0] >= SHORTEST_RATE:
+            self._logs.popleft()
+        since, steps_then = self._logs[0]
+        self._logs.append((now, self.steps))
+        return (self.steps - steps_then) / max(1e-9, now - since)
 
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
         self.may_write()
