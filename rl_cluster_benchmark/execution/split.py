@@ -43,12 +43,13 @@ def fill_in(config: Config) -> Config:
             actors, learners = (1, 1) if cores <= 2 else _measured(config, cores)
     data = config.model_dump()
     per_actor = config.parallel.num_envs_per_worker
-    num_envs = actors * per_actor if per_actor is not None else config.env.num_envs
+    num_envs = actors * per_actor if per_actor is not None else config.env.num_envs  # of all machines, if several
     if not isinstance(learners, int):
         learners = max(1, min(cores - actors, num_envs))
     data["impala"] |= {"num_actors": None, "num_learners": learners}
     data["parallel"]["num_workers"] = actors
-    data["env"]["num_envs"] = num_envs
+    if config.mode == "parallel":  # machines that meet find out together how many environments they have
+        data["env"]["num_envs"] = num_envs
     return config_files.build(data, {}, source="config")
 
 

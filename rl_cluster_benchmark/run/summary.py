@@ -30,7 +30,7 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "reason": reason,
         "num_envs": config.env.num_envs,
         "num_workers": run.num_workers,
-        "num_learners": run.plan.num_learners,
+        "num_learners": run.num_learners,
         "nodes": [name for name, _, _ in run.nodes] or None,
         "duration_hours": elapsed / 3600,
         "total_timesteps": run.steps,
