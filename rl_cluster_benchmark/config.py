@@ -210,7 +210,7 @@ class ImpalaConfig(Section):
     )
     num_actors: Count | None = Field(
         None,
-        description="Processes that act (on each machine). auto splits the cores by what acting and learning cost here; "
+        description="Processes that act (on each machine). auto splits the cores by what acting and learning cost; "
         "null is parallel.num_workers, and auto where that is null.",
     )
     num_learners: AutoCount = Field(

@@ -101,8 +101,8 @@ def summary(output):
     return json.loads((output / "training_summary.json").read_text())
 
 
-def wait_for_updates(output, count, nodes):
-    log = output / "logs" / "PPO_Distributed" / "metrics.jsonl"
+def wait_for_updates(output, count, nodes, label="PPO_Distributed"):
+    log = output / "logs" / label / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not log.exists() or log.read_text().count("\n") < count:
         assert all(process.poll() is None for process in nodes.processes), nodes.ends()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.execution.leaders import Leaders, Seat, told_as_loss
+from rl_cluster_benchmark.run.run import Run
 
 SECONDS_BETWEEN_TALKS = 0.02
 READY, DONE, BUSY, TIME_IS_OVER, COUNTS = 0, 1, 2, 3, 4  # places in what is summed; then one count after the other,
@@ -26,6 +27,7 @@ STEPS, UPDATES, MOMENTS = 0, 1, slice(2, 5)  # places among the counts
 SIGNALS = COUNTS + NUM_COUNTS  # then a number for each machine: the signal that it received,
 # and again one for each: the bytes that it has to report
 
+EXCHANGES = "system/parameter_exchanges"  # the metric that counts them
 
 T = TypeVar("T")
 Waits = Generator[None, None, T]  # yields while there is something to wait for, then returns
@@ -34,7 +36,10 @@ Waits = Generator[None, None, T]  # yields while there is something to wait for,
 class Exchange(Protocol):
     """The parameters of one machine, while its workers go on changing them."""
 
-    busy: bool  # the last correction is not yet in them
+    @property
+    def busy(self) -> bool:
+        """The last correction is not yet in them."""
+        ...
 
     def snapshot(self) -> Tensor:
         """A copy of what they are now."""
@@ -123,7 +128,8 @@ class Council:
     def _talk(self) -> Waits[Word]:
         while time.monotonic() < self._next_talk_at:
             yield
-        works, rows = [], []
+        works: list[Any] = []
+        rows: list[Tensor] = []
         if self._room > 0:
             gathering, rows = self._leaders.start_gather(self._filled())
             works.append(gathering)
@@ -172,3 +178,8 @@ class Council:
         while self._reports and len(text) + len(self._reports[0]) <= self._room:
             text += self._reports.popleft()
         return torch.frombuffer(bytearray(text.ljust(self._room, b"\n")), dtype=torch.uint8)
+
+
+def exchanges_before(run: Run) -> int:
+    """Before a resume."""
+    return int(run.asynchrony.summary().get(EXCHANGES.rpartition("/")[2], 0))

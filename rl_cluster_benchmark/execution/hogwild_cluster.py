@@ -1,7 +1,7 @@
 """A3C on several machines: on each the workers of hogwild.py, who wait for nobody, and parameters of its own.
 
-The node processes exchange parameters now and then: each adds to its own what the mean of all was ahead of them. Workers
-go on meanwhile, and what they learn in that time is kept.
+The node processes exchange parameters now and then: each adds to its own what the mean of all was ahead of them. The
+workers go on meanwhile, and what they learn in that time is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import hogwild, times
-from rl_cluster_benchmark.execution.council import Council
+from rl_cluster_benchmark.execution.council import EXCHANGES, Council, exchanges_before
 from rl_cluster_benchmark.execution.distributed import Follower, order_of
 from rl_cluster_benchmark.execution.leaders import Seat
 from rl_cluster_benchmark.execution.machine import Machine
@@ -32,7 +32,7 @@ def train(run: Run, cluster: Cluster) -> None:
     """On the head: run this machine's workers, and write down what those of all machines report."""
     here = HogwildMachine(cluster, run.config, run.plan)
     tables: dict[int, Tensor] = {0: here.shared["times"]}  # of each machine
-    seconds_before = dict(run.clock.seconds)
+    seconds_before, before = dict(run.clock.seconds), exchanges_before(run)
     together: list[dict[str, Any]] = []
     final_state: dict[str, Any] | None = None
 
@@ -41,7 +41,9 @@ def train(run: Run, cluster: Cluster) -> None:
         everyone = torch.cat(list(tables.values()))
         run.clock.seconds = times.mean_phases(everyone, seconds_before)
         run.worker_cpu_seconds = times.cpu_seconds(everyone)
-        run.record(**hogwild.merged(together))
+        report = hogwild.merged(together)
+        report["asynchrony"][EXCHANGES] = float(before + here.council.exchanges)
+        run.record(**report)
         together.clear()
 
     def hear(node: int, kind: str, content: Any) -> None:
@@ -72,6 +74,7 @@ def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None
 class HogwildMachine:
     """One machine's part of the run."""
 
+    council: Council
     busy = False  # whatever is added to the parameters is in them at once
 
     def __init__(self, cluster: Cluster, config: Config, plan: Plan) -> None:
@@ -84,7 +87,7 @@ class HogwildMachine:
     ) -> None:  # fmt: skip
         """On the head, `hear` gets what the workers of all machines report: (machine, kind, content)."""
         config, plan, seat = self.config, self.plan, Seat.of(self.cluster, self.config)
-        council = Council(
+        council = self.council = Council(
             seat,
             counts=self.counts,
             exchange=self,

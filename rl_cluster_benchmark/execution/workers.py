@@ -71,9 +71,7 @@ class WorkerPool:
     def num_finished(self) -> int:
         return len(self._finished)
 
-    def messages(
-        self, look: Callable[[], None], patience: float = SECONDS_BETWEEN_LOOKS
-    ) -> Iterator[tuple[int, Any]]:
+    def messages(self, look: Callable[[], None], patience: float = SECONDS_BETWEEN_LOOKS) -> Iterator[tuple[int, Any]]:
         """(rank, message) as they come, until every worker has finished; calls `look` at least every `patience`.
 
         Raises the error of the first worker that fails.

@@ -106,6 +106,8 @@ def _asynchrony(means: dict[str, float]) -> list[str]:
     if "learner_idle" in means:
         rows.append(f"  Idle: actors {means['actor_idle']:.0%}, learners {means['learner_idle']:.0%} of their time")
         rows.append(f"  Actor Restarts: {means['actor_restarts']:.0f}")
+    if "parameter_exchanges" in means:
+        rows.append(f"  Parameter Exchanges: {means['parameter_exchanges']:.0f} between machines")
     return ["", "Asynchrony:", *rows]
 
 
