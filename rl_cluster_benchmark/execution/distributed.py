@@ -33,6 +33,7 @@ from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run.run import SECONDS_BETWEEN_MEMORY_READINGS, Run, memory_in_use
@@ -55,8 +56,13 @@ class Node:
                 "episodes": ((plan.num_workers, longest + 1, 2), torch.float32),  # first row: how many
             }
         )
-        vector, small = sums(config, Task.of(config))
-        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes)
+        task = Task.of(config)
+        self.work = None
+        if plan.balance > 0:
+            self.work = SharedWork(task, self.shards, config.training.n_steps, plan.balance)
+        vector, small = sums(config, task)
+        spares = num_pieces(plan.num_workers) if self.work else 0
+        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes, spares)
 
     def train(
         self, checkpoint: Path | None, progress: dict[str, Any], *, look: Callable[[], int],
@@ -73,7 +79,8 @@ class Node:
                 self.shared["order"][ORDER] = order
             membership.check()
 
-        args = (self.config, self.plan, self.shards, self.shared, self.memory, checkpoint, progress, self.seat)
+        means = (self.shared, self.memory, self.work)
+        args = (self.config, self.plan, self.shards, *means, checkpoint, progress, self.seat)
         with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores) as pool:
             for rank, (kind, content) in pool.messages(watch):
                 if kind == "lost contact":
@@ -124,7 +131,7 @@ class Follower:
 
 def _work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    memory: SharedTensors, checkpoint_path: Path | None, progress: dict[str, Any], seat: Seat,
+    memory: SharedTensors, work: SharedWork | None, checkpoint_path: Path | None, progress: dict[str, Any], seat: Seat,
 ) -> None:  # fmt: skip
     """In a worker."""
     from rl_cluster_benchmark.run import checkpoint
@@ -138,7 +145,10 @@ def _work(
         alone = config.cluster.sync == "local_sgd"
         reduce: Reducer = WithinMachine(everywhere) if alone else everywhere
         state = checkpoint.load(checkpoint_path) if checkpoint_path else None
-        worker = Worker.build(config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state)
+        sharing = WorkSharing(work, rank, everywhere) if work else None
+        worker = Worker.build(
+            config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state, sharing=sharing
+        )
         course.worker = worker
         learn(worker, course, everywhere)
     except LostContactError as error:
