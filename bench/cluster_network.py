@@ -33,9 +33,10 @@ STRATEGIES = {
     "async": ("cluster.sync=async",),
 }
 SUITABLE = {
-    **dict.fromkeys(("ppo", "a2c"), ["allreduce", "allreduce bfloat16", "local_sgd"]),
-    "impala": ["allreduce", "allreduce bfloat16", "async"],
-    "a3c": ["async"],
+    "ppo": ("allreduce", "allreduce bfloat16", "local_sgd"),
+    "a2c": ("allreduce", "allreduce bfloat16", "local_sgd"),
+    "a3c": ("async",),
+    "impala": ("allreduce", "allreduce bfloat16", "async"),
 }
 ALONE = "one machine"
 
@@ -90,9 +91,8 @@ def _measure(hosts: Hosts, nodes: int, settings: tuple[str, ...], args: argparse
         output = Path(folder, "run")
         keys = (f"training.n_steps={args.n_steps}", "training.n_epochs=3", f"cluster.sync_every={args.sync_every}",
                 "training.log_interval=1", "logging.tensorboard=false", "parallel.pin=never", *settings)  # fmt: skip
-        call = [sys.executable, "-m", "rl_cluster_benchmark", "train", "--algorithm", args.algorithm, "--mode", "distributed",
-                "--env", args.env,
-                "--num-envs", args.num_envs, "--batch-size", args.batch_size, "--workers-per-node", 1, "--num-nodes",
+        call = [sys.executable, "-m", "rl_cluster_benchmark", "train", "--algorithm", args.algorithm, "--mode",
+                "distributed", "--env", args.env, "--num-envs", args.num_envs, "--batch-size", args.batch_size, "--workers-per-node", 1, "--num-nodes",
                 nodes, "--master-addr", hosts.address(0), "--output-dir", output, "--total-timesteps",
                 (args.updates - 1) * args.num_envs * args.n_steps]  # fmt: skip
         call += [word for key in keys for word in ("--set", key)]
