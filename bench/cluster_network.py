@@ -92,8 +92,9 @@ def _measure(hosts: Hosts, nodes: int, settings: tuple[str, ...], args: argparse
         keys = (f"training.n_steps={args.n_steps}", "training.n_epochs=3", f"cluster.sync_every={args.sync_every}",
                 "training.log_interval=1", "logging.tensorboard=false", "parallel.pin=never", *settings)  # fmt: skip
         call = [sys.executable, "-m", "rl_cluster_benchmark", "train", "--algorithm", args.algorithm, "--mode",
-                "distributed", "--env", args.env, "--num-envs", args.num_envs, "--batch-size", args.batch_size, "--workers-per-node", 1, "--num-nodes",
-                nodes, "--master-addr", hosts.address(0), "--output-dir", output, "--total-timesteps",
+                "distributed", "--env", args.env, "--num-envs", args.num_envs, "--batch-size",
+                args.batch_size, "--workers-per-node", 1, "--num-nodes", nodes, "--master-addr", hosts.address(0),
+                "--output-dir", output, "--total-timesteps",
                 (args.updates - 1) * args.num_envs * args.n_steps]  # fmt: skip
         call += [word for key in keys for word in ("--set", key)]
         cores = sorted(os.sched_getaffinity(0))
