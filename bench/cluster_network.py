@@ -5,8 +5,8 @@
     sudo venv/bin/python bench/cluster_network.py --algorithm impala --strategies allreduce async
 
 Each machine is a network namespace with one worker (IMPALA: an actor and a learner), pinned to a core of its own; `tc
-netem` gives the link its rate and round trip (on a kernel without it, wires.py does, but for the 0.1 ms of the fastest).
-Every round also measures one machine alone, so that each ratio compares runs next to each other in time.
+netem` gives the link its rate and round trip (on a kernel without it, wires.py does, but for the 0.1 ms of the
+fastest). Every round also measures one machine alone, so that each ratio compares runs next to each other in time.
 Needs root, two idle cores and iproute2. On a busy machine the figures mean nothing.
 """
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import rlcb
+from processes import wait_for_updates as wait_until_updates
 from test_distributed import (
     FOREVER,
     TINY,
@@ -20,9 +20,12 @@ from test_distributed import (
     wait_for_updates,
     workers_of,
 )
+from test_launch import launched, nodes_of  # noqa: F401
 
+from rl_cluster_benchmark import config_files
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.execution import machine
 from rl_cluster_benchmark.execution.council import Council
 from rl_cluster_benchmark.execution.leaders import Seat
@@ -36,6 +39,7 @@ from rl_cluster_benchmark.run import checkpoint
 
 LABELS = {"a3c": "A3C_Distributed", "impala": "IMPALA_Distributed"}
 EVERY_UPDATE = ("--set", "training.log_interval=1", "--set", "training.save_interval=4")
+LEARNING = ("--learning-rate", 0.002, "--set", "training.gamma=0.99", "--set", "training.anneal_lr=true")
 
 
 @pytest.fixture
@@ -179,17 +183,19 @@ def test_statistics_of_returns_are_those_of_all_machines():
     assert flags["here"].tolist() == [10.0, 1.0, 2.0, 4.0, 6.0], "a step that is not taken does not count"
 
 
-# The maths of whole runs
+# Whole runs
 
 
-def test_one_machine_with_one_worker_of_a3c_is_a2c(tmp_path):
-    reference = sequential_state(tmp_path / "sequential", "a3c")
-    train(tmp_path / "run", nodes=1, algorithm="a3c")
-    state = checkpoint.load(tmp_path / "run" / "checkpoints" / "a3c_distributed_final.pt")
-    assert state["progress"]["updates"] == reference["progress"]["updates"] >= 5
-    for key, tensor in reference["model"].items():
-        torch.testing.assert_close(state["model"][key], tensor, rtol=0, atol=0, msg=key)
-    assert state["algorithm"]["reward_normalizer"] == reference["algorithm"]["reward_normalizer"]
+def check_continuous(output, algorithm):
+    """Every update has its line, every step counts once; returns the summary."""
+    result, lines = summary(output), metrics(output, LABELS[algorithm])
+    assert [line["update"] for line in lines] == list(range(1, result["total_updates"] + 1))
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == result["total_timesteps"]
+    state = checkpoint.load(output / "checkpoints" / f"{algorithm}_distributed_final.pt")
+    assert state["progress"]["steps"] == result["total_timesteps"]
+    return result
 
 
 def test_machines_of_impala_sum_their_gradients(tmp_path):
@@ -212,39 +218,67 @@ def test_machines_of_impala_sum_their_gradients(tmp_path):
             assert theirs.abs().max() > 0
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "settings"),
-    [("a3c", ("--set", "training.n_steps=16")), ("impala", ("--set", "training.n_steps=20", "--batch-size", 160))],
-)
-def test_it_learns_catch_on_two_machines(algorithm, settings, tmp_path):
-    done = rlcb(
-        "launch", "local", "--nodes", 2, "--", "train", "--config", f"{algorithm}_cpu_cluster", *TINY, *settings,
-        "--workers-per-node", 1, "--learning-rate", 0.003, "--set", "training.gamma=0.99", "--set",
-        "training.anneal_lr=true", "--total-timesteps", 80_000, "--output-dir", tmp_path,
+def test_a3c_learns_catch_although_a_machine_is_killed(launched, tmp_path):
+    process = launched(
+        "--nodes", 2, "--", "train", "--config", "a3c_cpu_cluster", *TINY, *EVERY_UPDATE, *LEARNING,
+        "--set", "training.n_steps=16", "--total-timesteps", 120_000, "--output-dir", tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = summary(tmp_path)
+    wait_until_updates(tmp_path, LABELS["a3c"], 20, process, seconds=200)
+    nodes_of(process)[1].kill()
+    text, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, text
+    for words in ("Restart 1 of 3, from the last checkpoint.", "Resumed from", "Parameter Exchanges: "):
+        assert words in text, text
+    assert "Traceback" not in text
+    result = check_continuous(tmp_path, "a3c")
     assert result["final_reward"] > 0.8
     assert (result["num_workers"], len(result["nodes"]), result["num_envs"]) == (2, 2, 16)
-    assert 80_000 <= result["total_timesteps"] < 84_000
+    assert 120_000 <= result["total_timesteps"] < 126_000
     assert result["num_episodes"] == pytest.approx(result["total_timesteps"] / 9, rel=0.03), "of all machines"
-    if algorithm == "a3c":
-        assert result["asynchrony"]["parameter_exchanges"] > 10
-        assert "Parameter Exchanges: " in done.stdout
+    assert result["asynchrony"]["parameter_exchanges"] > 10
 
 
-# Ends
+@pytest.mark.parametrize("sync", ["allreduce", pytest.param("async", marks=pytest.mark.cluster)])
+def test_impala_learns_catch_although_a_signal_stops_it(sync, nodes, tmp_path):
+    """A signal to one machine stops all, and the run goes on from there."""
+    args = (
+        *EVERY_UPDATE,
+        *LEARNING,
+        "--set",
+        f"cluster.sync={sync}",
+        "--set",
+        "training.n_steps=20",
+        "--batch-size",
+        160,
+    )
+    _, other = nodes.start(tmp_path, *args, algorithm="impala", timesteps=80_000)
+    wait_for_updates(tmp_path, 20, nodes, LABELS["impala"])
+    os.kill(other.pid, signal.SIGUSR1)
+    for status, text in nodes.ends(timeout=60):
+        assert status == 128 + signal.SIGUSR1, text
+    first = summary(tmp_path)
+    assert first["state"] == "interrupted"
+    train(tmp_path, *args, "--resume", algorithm="impala", timesteps=80_000)
+    result = check_continuous(tmp_path, "impala")
+    steps = [line["step"] for line in metrics(tmp_path, LABELS["impala"])]
+    assert steps[first["total_updates"] - 1] == first["total_timesteps"]
+    assert result["initial_reward"] == first["initial_reward"]
+    assert result["final_reward"] > 0.8
+    assert (result["num_workers"], result["num_learners"], len(result["nodes"])) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "sync", "victim"),
-    [("a3c", "async", "worker"), ("impala", "allreduce", "learner"), ("impala", "async", "head")],
+    [
+        ("impala", "allreduce", "learner"),
+        pytest.param("a3c", "async", "worker", marks=pytest.mark.cluster),
+        pytest.param("impala", "async", "head", marks=pytest.mark.cluster),
+    ],
 )
 def test_the_loss_of_a_part_ends_all_with_the_reason(algorithm, sync, victim, nodes, tmp_path):
-    output = tmp_path / "run"
     args = (*EVERY_UPDATE, "--set", f"cluster.sync={sync}")
-    head, other = nodes.start(output, *args, algorithm=algorithm, timesteps=FOREVER)
-    wait_for_updates(output, 5, nodes, LABELS[algorithm])
+    head, other = nodes.start(tmp_path, *args, algorithm=algorithm, timesteps=FOREVER)
+    wait_for_updates(tmp_path, 5, nodes, LABELS[algorithm])
     everyone = nodes.workers()
     assert len(everyone) == (2 if algorithm == "a3c" else 4)
     lost_at = time.monotonic()
@@ -252,26 +286,26 @@ def test_the_loss_of_a_part_ends_all_with_the_reason(algorithm, sync, victim, no
         head.kill()
         survivors, reason = nodes.ends(timeout=60)[1:], "Lost contact with Node 0"
     else:
-        sorted(workers_of(other), key=lambda worker: worker.create_time())[0].kill()
+        workers_of(other)[0].kill()
         survivors, reason = nodes.ends(timeout=60), f"{victim.capitalize()} 0 was killed by SIGKILL"
         assert "Node 1 (" in survivors[0][1]
-        assert reason in summary(output)["reason"]
+        assert reason in summary(tmp_path)["reason"]
     assert time.monotonic() - lost_at < 25, "cluster.timeout is 10 s"
     for status, text in survivors:
         assert status == 1, text
         assert reason in text, text
         assert "Traceback" not in text
     assert_gone(everyone)
-    assert list((output / "checkpoints").glob("*.pt"))
+    assert list((tmp_path / "checkpoints").glob("*.pt"))
 
 
+@pytest.mark.cluster
 def test_an_actor_that_dies_on_another_machine_is_replaced(nodes, tmp_path):
-    output = tmp_path / "run"
-    _, other = nodes.start(output, *EVERY_UPDATE, algorithm="impala", timesteps=FOREVER)
-    wait_for_updates(output, 3, nodes, LABELS["impala"])
-    sorted(workers_of(other), key=lambda worker: worker.create_time())[-1].kill()
+    _, other = nodes.start(tmp_path, *EVERY_UPDATE, algorithm="impala", timesteps=FOREVER)
+    wait_for_updates(tmp_path, 3, nodes, LABELS["impala"])
+    workers_of(other)[1].kill()
     deadline = time.monotonic() + 30
-    while metrics(output, LABELS["impala"])[-1]["system/actor_restarts"] < 1:
+    while metrics(tmp_path, LABELS["impala"])[-1]["system/actor_restarts"] < 1:
         assert time.monotonic() < deadline
         assert other.poll() is None
         time.sleep(0.1)
@@ -279,29 +313,26 @@ def test_an_actor_that_dies_on_another_machine_is_replaced(nodes, tmp_path):
     assert [status for status, _ in nodes.ends(timeout=60)] == [128 + signal.SIGTERM] * 2
 
 
-@pytest.mark.parametrize(("algorithm", "sync"), [("a3c", "async"), ("impala", "allreduce"), ("impala", "async")])
-def test_a_signal_to_one_machine_stops_all_and_the_run_goes_on(algorithm, sync, nodes, tmp_path):
-    output, label = tmp_path / "run", LABELS[algorithm]
-    args = (*EVERY_UPDATE, "--set", f"cluster.sync={sync}")
-    _, other = nodes.start(output, *args, algorithm=algorithm, timesteps=FOREVER)
-    wait_for_updates(output, 5, nodes, label)
-    os.kill(other.pid, signal.SIGUSR1)
-    for status, text in nodes.ends(timeout=60):
-        assert status == 128 + signal.SIGUSR1, text
-    first = summary(output)
-    assert first["state"] == "interrupted"
-    train(output, *args, "--resume", algorithm=algorithm, timesteps=first["total_timesteps"] + 3000)
-    second, lines = summary(output), metrics(output, label)
-    assert [line["update"] for line in lines] == list(range(1, second["total_updates"] + 1))
-    steps = [line["step"] for line in lines]
-    assert steps == sorted(set(steps))
-    assert steps[-1] == second["total_timesteps"]
-    assert steps[first["total_updates"] - 1] == first["total_timesteps"], "no step is counted twice"
-    assert second["initial_reward"] == first["initial_reward"]
-    state = checkpoint.load(output / "checkpoints" / f"{algorithm}_distributed_final.pt")
-    assert state["progress"]["steps"] == second["total_timesteps"]
+@pytest.mark.cluster
+def test_one_machine_with_one_worker_of_a3c_is_a2c(tmp_path):
+    reference = sequential_state(tmp_path / "sequential", "a3c")
+    train(tmp_path / "run", nodes=1, algorithm="a3c")
+    state = checkpoint.load(tmp_path / "run" / "checkpoints" / "a3c_distributed_final.pt")
+    assert state["progress"]["updates"] == reference["progress"]["updates"] >= 5
+    for key, tensor in reference["model"].items():
+        torch.testing.assert_close(state["model"][key], tensor, rtol=0, atol=0, msg=key)
+    assert state["algorithm"]["reward_normalizer"] == reference["algorithm"]["reward_normalizer"]
 
 
+@pytest.mark.cluster
+def test_time_and_replay(tmp_path):
+    replay = ("--set", "impala.replay_fraction=0.5", "--set", "impala.replay_size=40")
+    train(tmp_path, *replay, "--duration", 2 / 3600, algorithm="impala", timesteps=FOREVER)
+    assert summary(tmp_path)["duration_hours"] * 3600 == pytest.approx(2, abs=1.5)
+    assert summary(tmp_path)["state"] == "finished"
+
+
+@pytest.mark.cluster
 def test_nan_on_any_machine_stops_all(nodes, tmp_path):
     nodes.start(tmp_path / "run", "--learning-rate", "1e38", algorithm="a3c", timesteps=FOREVER)
     for status, text in nodes.ends(timeout=60):
@@ -315,10 +346,10 @@ def test_nan_on_any_machine_stops_all(nodes, tmp_path):
     [
         ("a3c", "allreduce", "async"),
         ("ppo", "async", "allreduce or local_sgd"),
-        ("impala", "local_sgd", "allreduce or"),
+        ("impala", "local_sgd", "allreduce or async"),
     ],
 )
 def test_a_strategy_that_does_not_suit_is_refused(algorithm, sync, allowed):
-    done = rlcb("train", "--algorithm", algorithm, "--mode", "distributed", "--set", f"cluster.sync={sync}")
-    assert done.returncode == 2
-    assert f"cluster.sync = {sync} is not for {algorithm}; it can be {allowed}" in done.stderr
+    sentence = f"cluster.sync = {sync} is not for {algorithm}; it can be {allowed}"
+    with pytest.raises(UserError, match=sentence):
+        config_files.load(None, {"algorithm": algorithm, "mode": "distributed", "cluster.sync": sync})

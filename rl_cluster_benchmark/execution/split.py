@@ -57,7 +57,8 @@ def _measured(config: Config, cores: int) -> tuple[int, int]:
     num_envs = config.parallel.num_envs_per_worker or max(1, config.env.num_envs * 3 // cores)
     costs = measure(config, num_envs)
     fresh = 1 - config.impala.replay_fraction
-    actors, learners = split(costs, cores, config.unrolls_per_step, fresh)
+    machines = config.cluster.num_workers if config.mode == "distributed" else 1
+    actors, learners = split(costs, cores, max(1, config.unrolls_per_step // machines), fresh)
     print(
         f"Split of {cores} cores: {actors} actors, {learners} learners (a step costs {1e3 * costs.act:.2f} ms to take "
         f"and {1e3 * costs.learn / fresh:.2f} ms to learn from)",
