@@ -20,7 +20,7 @@ from test_distributed import (
     wait_for_updates,
     workers_of,
 )
-from test_launch import launched, nodes_of  # noqa: F401
+from test_launch import nodes_of
 
 from rl_cluster_benchmark import config_files
 from rl_cluster_benchmark.algorithms.reduction import Alone
