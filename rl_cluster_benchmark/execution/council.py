@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_cluster_benchmark.execution.leaders import Leaders, Seat, told_as_loss
 from rl_cluster_benchmark.run.run import Run
 
-SECONDS_BETWEEN_TALKS = 0.02
+SECONDS_BETWEEN_TALKS = (0.02, 0.2)  # when there is something to decide; when there is not
 READY, DONE, BUSY, TIME_IS_OVER, COUNTS = 0, 1, 2, 3, 4  # places in what is summed; then one count after the other,
 NUM_COUNTS = 5  # steps, updates, and the number, sum and sum of squares of discounted returns
 STEPS, UPDATES, MOMENTS = 0, 1, slice(2, 5)  # places among the counts
@@ -95,7 +95,7 @@ class Council:
         self.exchanges = 0
         self._reports: deque[bytes] = deque()
         self._room = 0  # bytes for the reports of each machine, beside the next talk
-        self._next_talk_at = 0.0
+        self._talked_at, self._updates_told = 0.0, 0.0
         self._course = self._converse()
 
     def report(self, kind: str, content: Any) -> None:
@@ -126,7 +126,7 @@ class Council:
         self.is_over = True
 
     def _talk(self) -> Waits[Word]:
-        while time.monotonic() < self._next_talk_at:
+        while time.monotonic() - self._talked_at < SECONDS_BETWEEN_TALKS[not self._is_urgent()]:
             yield
         works: list[Any] = []
         rows: list[Tensor] = []
@@ -136,7 +136,7 @@ class Council:
         here = torch.tensor(self._counts(), dtype=torch.float64)
         total = self._said(here)
         yield from self._finish([*works, self._leaders.start_sum(total)])
-        self._next_talk_at = time.monotonic() + SECONDS_BETWEEN_TALKS
+        self._talked_at, self._updates_told = time.monotonic(), float(here[UPDATES])
         self.heard = word = Word(total, self.seat.num_nodes)
         self.elsewhere = word.counts - here
         self._room = word.longest_report
@@ -144,6 +144,12 @@ class Council:
             for line in filter(None, bytes(row.numpy()).split(b"\n")):
                 self._hear(node, *json.loads(line))
         return word
+
+    def _is_urgent(self) -> bool:
+        """Is there something to decide, or has this machine made its share of the updates between two exchanges?"""
+        news = self._counts()[UPDATES] - self._updates_told
+        due = self._exchange is not None and news * self.seat.num_nodes >= self._updates_between
+        return due or not self.has_begun or self.done or self.time_is_over or self.signal > 0
 
     def _exchange_parameters(self) -> Waits[None]:
         """Add to every machine's parameters what the mean of all was ahead of its own, when each looked."""

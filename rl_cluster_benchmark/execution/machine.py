@@ -17,7 +17,7 @@ from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.times import Layout
 from rl_cluster_benchmark.execution.workers import WorkerPool
 
-SECONDS_BETWEEN_LOOKS = 0.02
+SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_BETWEEN_TIMES = 1.0
 
 
