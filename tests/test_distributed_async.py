@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import rlcb
 from processes import wait_for_updates as wait_until_updates
 from test_distributed import (
     FOREVER,
@@ -39,7 +40,11 @@ from rl_cluster_benchmark.run import checkpoint
 
 LABELS = {"a3c": "A3C_Distributed", "impala": "IMPALA_Distributed"}
 EVERY_UPDATE = ("--set", "training.log_interval=1", "--set", "training.save_interval=4")
-LEARNING = ("--learning-rate", 0.002, "--set", "training.gamma=0.99", "--set", "training.anneal_lr=true")
+RATE = ("--learning-rate", 0.002, "--set", "training.gamma=0.99", "--set", "training.anneal_lr=true")
+LEARNING = {
+    "a3c": (*RATE, "--set", "training.n_steps=16"),
+    "impala": (*RATE, "--set", "training.n_steps=20", "--batch-size", 160),
+}
 
 
 @pytest.fixture
@@ -218,10 +223,24 @@ def test_machines_of_impala_sum_their_gradients(tmp_path):
             assert theirs.abs().max() > 0
 
 
-def test_a3c_learns_catch_although_a_machine_is_killed(launched, tmp_path):
+def test_impala_learns_catch_on_two_machines(tmp_path):
+    done = rlcb(
+        "launch", "local", "--nodes", 2, "--", "train", "--config", "impala_cpu_cluster", *TINY, *EVERY_UPDATE,
+        *LEARNING["impala"], "--total-timesteps", 120_000, "--output-dir", tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = check_continuous(tmp_path, "impala")
+    assert result["final_reward"] > 0.8
+    assert 120_000 <= result["total_timesteps"] < 121_000, "all machines stop after the same step"
+    assert result["num_episodes"] == pytest.approx(result["total_timesteps"] / 9, rel=0.03), "of all machines"
+    assert (result["num_workers"], result["num_learners"], len(result["nodes"])) == (2, 2, 2)
+
+
+@pytest.mark.cluster
+def test_a3c_goes_on_when_a_machine_is_killed(launched, tmp_path):
     process = launched(
-        "--nodes", 2, "--", "train", "--config", "a3c_cpu_cluster", *TINY, *EVERY_UPDATE, *LEARNING,
-        "--set", "training.n_steps=16", "--total-timesteps", 120_000, "--output-dir", tmp_path,
+        "--nodes", 2, "--", "train", "--config", "a3c_cpu_cluster", *TINY, *EVERY_UPDATE, "--total-timesteps", 60_000,
+        "--output-dir", tmp_path,
     )  # fmt: skip
     wait_until_updates(tmp_path, LABELS["a3c"], 20, process, seconds=200)
     nodes_of(process)[1].kill()
@@ -230,41 +249,37 @@ def test_a3c_learns_catch_although_a_machine_is_killed(launched, tmp_path):
     for words in ("Restart 1 of 3, from the last checkpoint.", "Resumed from", "Parameter Exchanges: "):
         assert words in text, text
     assert "Traceback" not in text
-    result = check_continuous(tmp_path, "a3c")
-    assert result["final_reward"] > 0.8
-    assert (result["num_workers"], len(result["nodes"]), result["num_envs"]) == (2, 2, 16)
-    assert 120_000 <= result["total_timesteps"] < 126_000
-    assert result["num_episodes"] == pytest.approx(result["total_timesteps"] / 9, rel=0.03), "of all machines"
-    assert result["asynchrony"]["parameter_exchanges"] > 10
+    check_continuous(tmp_path, "a3c")
 
 
-@pytest.mark.parametrize("sync", ["allreduce", pytest.param("async", marks=pytest.mark.cluster)])
-def test_impala_learns_catch_although_a_signal_stops_it(sync, nodes, tmp_path):
-    """A signal to one machine stops all, and the run goes on from there."""
-    args = (
-        *EVERY_UPDATE,
-        *LEARNING,
-        "--set",
-        f"cluster.sync={sync}",
-        "--set",
-        "training.n_steps=20",
-        "--batch-size",
-        160,
-    )
-    _, other = nodes.start(tmp_path, *args, algorithm="impala", timesteps=80_000)
-    wait_for_updates(tmp_path, 20, nodes, LABELS["impala"])
+@pytest.mark.parametrize(
+    ("algorithm", "sync"),
+    [
+        ("a3c", "async"),
+        pytest.param("impala", "allreduce", marks=pytest.mark.cluster),
+        pytest.param("impala", "async", marks=pytest.mark.cluster),
+    ],
+)
+def test_a_signal_to_one_machine_stops_all_and_the_run_goes_on(algorithm, sync, nodes, tmp_path):
+    """And learns Catch."""
+    args = (*EVERY_UPDATE, *LEARNING[algorithm], "--set", f"cluster.sync={sync}")
+    _, other = nodes.start(tmp_path, *args, algorithm=algorithm, timesteps=120_000)
+    wait_for_updates(tmp_path, 20, nodes, LABELS[algorithm])
     os.kill(other.pid, signal.SIGUSR1)
     for status, text in nodes.ends(timeout=60):
         assert status == 128 + signal.SIGUSR1, text
     first = summary(tmp_path)
     assert first["state"] == "interrupted"
-    train(tmp_path, *args, "--resume", algorithm="impala", timesteps=80_000)
-    result = check_continuous(tmp_path, "impala")
-    steps = [line["step"] for line in metrics(tmp_path, LABELS["impala"])]
+    train(tmp_path, *args, "--resume", algorithm=algorithm, timesteps=120_000)
+    result = check_continuous(tmp_path, algorithm)
+    steps = [line["step"] for line in metrics(tmp_path, LABELS[algorithm])]
     assert steps[first["total_updates"] - 1] == first["total_timesteps"]
     assert result["initial_reward"] == first["initial_reward"]
     assert result["final_reward"] > 0.8
-    assert (result["num_workers"], result["num_learners"], len(result["nodes"])) == (2, 2, 2)
+    assert (result["num_workers"], len(result["nodes"]), result["num_envs"]) == (2, 2, 16)
+    assert 120_000 <= result["total_timesteps"] < 130_000
+    if sync == "async":
+        assert result["asynchrony"]["parameter_exchanges"] > 10
 
 
 @pytest.mark.parametrize(
