@@ -26,6 +26,7 @@ test: lint ## set up and run all tests
 test-cluster: venv/.installed ## the tests on real engines: hosts, SSH, torchrun, SLURM, qsub, Ray (root; installs them)
 	cluster_tests/install.sh $(BIN)/python
 	$(BIN)/python -m pytest cluster_tests $(ARGS)
+	$(BIN)/python -m pytest -m cluster $(ARGS)
 
 lint: venv/.installed ## check style and types
 	$(BIN)/ruff check .

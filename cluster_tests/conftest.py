@@ -84,8 +84,8 @@ def hosts():
     made.close()
 
 
-def updates(output: Path) -> int:
-    log = output / "logs" / "PPO_Distributed" / "metrics.jsonl"
+def updates(output: Path, label: str = "PPO_Distributed") -> int:
+    log = output / "logs" / label / "metrics.jsonl"
     return log.read_text().count("\n") if log.exists() else 0
 
 
@@ -97,12 +97,12 @@ def wait_until(condition, seconds: float, what: str, log: Path | None = None) ->
         time.sleep(0.1)
 
 
-def check_run(output: Path, *, nodes: int, state: str = "finished") -> dict:
+def check_run(output: Path, *, nodes: int, state: str = "finished", label: str = "PPO_Distributed") -> dict:
     """One correct run directory: whole, continuous, written by one head."""
     summary = json.loads((output / "training_summary.json").read_text())
     assert summary["state"] == state, summary
     assert len(summary["nodes"]) == nodes, summary["nodes"]
-    lines = [json.loads(line) for line in (output / "logs/PPO_Distributed/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (output / "logs" / label / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == list(range(1, summary["total_updates"] + 1))
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps))

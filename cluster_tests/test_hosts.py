@@ -72,6 +72,49 @@ def test_the_same_command_on_every_host(hosts, processes, tmp_path):
     assert check_run(output, nodes=2)["nodes"] == ["h2", "h1"]
 
 
+ASYNCHRONOUS = {
+    "a3c": ("A3C_Distributed", ()),
+    "impala": ("IMPALA_Distributed", ("--set", "impala.num_actors=1", "--set", "impala.num_learners=1")),
+}
+
+
+def start_asynchronous(hosts, processes, tmp_path, output, algorithm, *args):
+    """[(process, its log)] on two hosts, h2 the head."""
+    call = [*RLCB, "train", "--algorithm", algorithm, "--mode", "distributed", *TINY, *ASYNCHRONOUS[algorithm][1],
+            "--set", "cluster.sync=async", "--set", "training.log_interval=1", "--num-nodes", 2, "--master-addr",
+            hosts.address(2), "--output-dir", output, *args]  # fmt: skip
+    logs = [tmp_path / f"h{index}.log" for index in (2, 1)]
+    return [(processes.start(hosts.call(i, call), log), log) for i, log in zip((2, 1), logs, strict=True)]
+
+
+@pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
+def test_machines_that_do_not_wait_for_each_other_learn(algorithm, hosts, processes, tmp_path):
+    output = tmp_path / "run"
+    args = ("--total-timesteps", 80_000, "--learning-rate", "0.003", "--set", "training.gamma=0.99")
+    for process, log in start_asynchronous(hosts, processes, tmp_path, output, algorithm, *args):
+        assert finished(process, 120, log) == 0, log.read_text()
+    summary = check_run(output, nodes=2, label=ASYNCHRONOUS[algorithm][0])
+    assert summary["nodes"] == ["h2", "h1"]
+    assert summary["final_reward"] > 0.7, "Catch is learned"
+    assert summary["asynchrony"]["parameter_exchanges"] > 3
+
+
+@pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
+def test_a_cut_link_ends_machines_that_do_not_wait_for_each_other(algorithm, hosts, processes, tmp_path):
+    output, label = tmp_path / "run", ASYNCHRONOUS[algorithm][0]
+    args = ("--total-timesteps", FOREVER)
+    (head, log), (other, other_log) = start_asynchronous(hosts, processes, tmp_path, output, algorithm, *args)
+    wait_until(lambda: updates(output, label) > 6, 90, "training", log)
+    hosts.cut(1)
+    cut_at = time.monotonic()
+    assert finished(head, 30, log) == 1, log.read_text()
+    assert time.monotonic() - cut_at < 20, "cluster.timeout is 6 s"
+    assert finished(other, 30, other_log) == 1, other_log.read_text()  # it waits longer for the reason, in vain
+    assert "Node 1 (h1)" in log.read_text()
+    assert "Traceback" not in log.read_text() + other_log.read_text()
+    check_run(output, nodes=2, state="failed", label=label)
+
+
 def test_ssh_reaches_the_threshold(hosts, processes, sshd, tmp_path):
     output, log = tmp_path / "run", tmp_path / "launch.log"
     args = ("--total-timesteps", 60_000, "--learning-rate", "0.003", "--set", "training.gamma=0.99")

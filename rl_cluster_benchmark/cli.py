@@ -27,6 +27,7 @@ examples:
   rlcb train --env coinrun --total-timesteps 1000000 --output-dir runs/coinrun
   rlcb train --resume --output-dir runs/coinrun
   rlcb train --algorithm impala --mode parallel --set impala.num_actors=auto --output-dir runs/impala
+  rlcb launch local --nodes 2 -- train --config impala_cpu_cluster --output-dir runs/two-machines
   rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
   rlcb scaling --algorithm ppo --workers 1,2,4,8,16

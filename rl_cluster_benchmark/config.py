@@ -26,6 +26,13 @@ EXTRA_DISTRIBUTION_MODES: dict[str, frozenset[str]] = {
     "memory": frozenset({"caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"}),
     "exploration": frozenset({"caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"}),
 }
+# How machines may keep together. A3C's workers have no common step whose gradients could be summed.
+SYNCHRONISATIONS: dict[str, tuple[str, ...]] = {
+    "ppo": ("allreduce", "local_sgd"),
+    "a2c": ("allreduce", "local_sgd"),
+    "a3c": ("async",),
+    "impala": ("allreduce", "async"),
+}
 MAX_LEVEL = 2**31 - 1
 MAX_ENVS, MAX_THREADS, MAX_WIDTH = 65_536, 1024, 65_536
 
@@ -203,11 +210,11 @@ class ImpalaConfig(Section):
     )
     num_actors: Count | None = Field(
         None,
-        description="Parallel mode: processes that act. auto splits the cores by what acting and learning cost here; "
+        description="Processes that act (on each machine). auto splits the cores by what acting and learning cost; "
         "null is parallel.num_workers, and auto where that is null.",
     )
     num_learners: AutoCount = Field(
-        "auto", description="Parallel mode: processes that learn; auto: the cores left over."
+        "auto", description="Processes that learn (on each machine); auto: the cores left over."
     )
     pages_per_actor: Int = Field(
         3, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
@@ -216,7 +223,7 @@ class ImpalaConfig(Section):
         "same", description="Of the actors alone; V-trace corrects for the difference. same is hardware.precision."
     )
     replay_fraction: Float = Field(
-        0.0, ge=0, le=0.95, description="Parallel mode: share of each batch that is learned from again; 0 is no replay."
+        0.0, ge=0, le=0.95, description="Share of each batch that is learned from again; 0 is no replay."
     )
     replay_size: Int = Field(
         1000, ge=1, description="Unrolls kept for replay, in a memory-mapped file in the run's directory."
@@ -264,12 +271,13 @@ class ClusterConfig(Section):
         min_length=1,
         description="Network interface to use (`eth0`); null takes the one on the route to the head.",
     )
-    sync: Literal["allreduce", "local_sgd"] = Field(
+    sync: Literal["allreduce", "local_sgd", "async"] = Field(
         "allreduce",
-        description="allreduce sums every gradient over all machines; local_sgd lets each machine step alone and "
-        "averages the parameters every sync_every updates.",
+        description="allreduce sums every gradient over all machines (PPO, A2C, IMPALA); local_sgd lets each machine "
+        "step alone and averages the parameters every sync_every updates (PPO, A2C); async does so while all go on "
+        "(A3C, IMPALA).",
     )
-    sync_every: Int = Field(8, ge=1, description="local_sgd: updates between two averages.")
+    sync_every: Int = Field(8, ge=1, description="local_sgd, async: updates between two averages.")
     compression: Literal["none", "bfloat16"] = Field(
         "none", description="bfloat16 sends gradients between machines in half the bytes (allreduce only)."
     )
@@ -366,9 +374,14 @@ class Config(Section):
     @property
     def unrolls_per_step(self) -> int:
         """IMPALA: unrolls, each n_steps of one environment, that make about a batch_size; as many for each learner."""
-        learners = self.impala.num_learners if self.mode == "parallel" and self.impala.num_learners != "auto" else 1
+        learners = self.impala.num_learners if self.mode != "sequential" and self.impala.num_learners != "auto" else 1
+        learners *= self.cluster.num_workers if self.mode == "distributed" else 1  # as if all machines were alike
+        return self.unrolls_per_learner(learners) * learners
+
+    def unrolls_per_learner(self, learners: int) -> int:
+        """That each of so many learners takes in a step."""
         each = round(self.training.batch_size / self.training.n_steps / learners)
-        return max(1, min(each, self.env.num_envs // learners)) * learners
+        return max(1, min(each, self.env.num_envs // learners))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -399,8 +412,13 @@ class Config(Section):
                 f"cluster.min_nodes = {self.cluster.min_nodes} is more than the {self.cluster.num_workers} machines of "
                 "cluster.num_workers"
             )
-        if self.cluster.sync == "local_sgd" and self.cluster.compression != "none":
+        if self.cluster.sync != "allreduce" and self.cluster.compression != "none":
             raise ValueError("cluster.compression is for gradients: it needs cluster.sync = allreduce")
+        suits = SYNCHRONISATIONS[self.algorithm]
+        if self.mode == "distributed" and self.cluster.sync not in suits:
+            raise ValueError(
+                f"cluster.sync = {self.cluster.sync} is not for {self.algorithm}; it can be {' or '.join(suits)}"
+            )
         if self.hardware.device != "cpu" and self.mode != "sequential":
             raise ValueError(f"hardware.device = {self.hardware.device} works in sequential mode only")
         return self

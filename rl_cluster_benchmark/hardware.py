@@ -79,7 +79,7 @@ class Plan:
     engine: str  # that computes the network: native or torch
     micro_batch: int
     balance: float  # share of a minibatch that goes to whichever worker is free
-    num_learners: int = 0  # of IMPALA's parallel mode; num_workers are its actors
+    num_learners: int = 0  # of IMPALA but in sequential mode; num_workers are its actors
 
     def lines(self, config: Config) -> list[str]:
         """What was chosen and why, for the head of a run."""
@@ -144,12 +144,13 @@ def plan(config: Config) -> Plan:
     threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
     precision, reason = _precision(config, machine)
     num_learners = 0
-    everywhere = num_workers * (config.cluster.num_workers if config.mode == "distributed" else 1)
+    machines = config.cluster.num_workers if config.mode == "distributed" else 1
     if config.algorithm == "impala":
-        if config.mode == "parallel":
+        if config.mode != "sequential":
             num_learners = 1 if config.impala.num_learners == "auto" else config.impala.num_learners
-        share = -(-config.unrolls_per_step // max(1, num_learners)) * config.training.n_steps
+        share = -(-config.unrolls_per_step // (max(1, num_learners) * machines)) * config.training.n_steps
     else:
+        everywhere = num_workers * machines
         share = -(-(config.batch_size if config.algorithm == "ppo" else config.rollout_size) // everywhere)
     is_small = config.env.game is None or config.hardware.device != "cpu"
     per_pass = config.hardware.micro_batch or (share if is_small else SAMPLES_PER_THREAD * threads)

@@ -11,7 +11,14 @@ from rl_cluster_benchmark.cluster import node
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.execution import actor_learner, data_parallel, distributed, hogwild, sequential, split
+from rl_cluster_benchmark.execution import (
+    actor_learner,
+    data_parallel,
+    hogwild,
+    sequential,
+    several_machines,
+    split,
+)
 from rl_cluster_benchmark.execution.workers import preload_game
 from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
@@ -20,7 +27,6 @@ from rl_cluster_benchmark.run.stop import Signals
 
 EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
 ASYNCHRONOUS = {"a3c": hogwild.train, "impala": actor_learner.train}  # instead, in parallel mode
-ON_SEVERAL_MACHINES = ("ppo", "a2c")
 
 BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
 
@@ -29,9 +35,10 @@ def train(
     config: Config, signals: Signals, *, resume: bool = False, overwrite: bool = False, node_rank: int | None = None
 ) -> int:
     """Train as the config says; returns the exit status."""
-    _check_available(config)
     hardware.check_device(config.hardware.device)
     preload_game(config.env.game)
+    if config.algorithm == "impala" and config.mode != "sequential":
+        config = split.fill_in(config)
 
     def train_here(cluster: Cluster | None = None) -> int:
         return _train(config, signals, resume=resume, overwrite=overwrite, cluster=cluster)
@@ -41,8 +48,6 @@ def train(
 
 def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, cluster: Cluster | None) -> int:
     """In one process, on one machine, or on the head of a cluster."""
-    if config.algorithm == "impala" and config.mode == "parallel":
-        config = split.fill_in(config)
     config, plan = hardware.resolve(config)
     directory = RunDirectory.of(config)
     jobs = [n.job for n in cluster.nodes] if cluster is not None else []
@@ -68,7 +73,7 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
         run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
         run.may_write = claim.check
         if cluster is not None:
-            run.nodes = cluster.shares()
+            run.nodes, run.num_learners = cluster.shares(), cluster.num_learners
             run.memory_elsewhere = cluster.membership.memory_elsewhere
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
         if run.is_complete() or run.should_stop():
@@ -76,7 +81,7 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
         try:
             with run:
                 if cluster is not None:
-                    distributed.train(run, cluster)
+                    several_machines.of(config).train(run, cluster)
                 else:
                     _execution(config)(run)
         finally:
@@ -92,14 +97,6 @@ def _execution(config: Config) -> Callable[[Run], None]:
     if config.mode == "parallel" and config.algorithm in ASYNCHRONOUS:
         return ASYNCHRONOUS[config.algorithm]
     return EXECUTIONS[config.mode]
-
-
-def _check_available(config: Config) -> None:
-    if config.mode == "distributed" and config.algorithm not in ON_SEVERAL_MACHINES:
-        raise UserError(
-            f"{ALGORITHM_NAMES[config.algorithm]} in distributed mode is not part of this version, which has "
-            f"{' and '.join(ON_SEVERAL_MACHINES)} on several machines; on one machine use --mode parallel."
-        )
 
 
 def _check_memory(config: Config, plan: hardware.Plan) -> None:
@@ -126,8 +123,8 @@ def _check_same_task(config: Config, checkpoint: dict[str, Any]) -> None:
 
 def _synchronisation(config: Config) -> str:
     cluster = config.cluster
-    if cluster.sync == "local_sgd":
-        return f"local_sgd (parameters averaged every {cluster.sync_every} updates)"
+    if cluster.sync != "allreduce":
+        return f"{cluster.sync} (parameters averaged every {cluster.sync_every} updates)"
     return "allreduce" + (f" in {cluster.compression}" if cluster.compression != "none" else "")
 
 
@@ -147,7 +144,7 @@ def _header(config: Config, plan: hardware.Plan, directory: RunDirectory, cluste
         *plan.lines(config),
     ]
     if cluster is not None:
-        machines = ", ".join(f"{n.name} ({n.num_workers} workers, {n.address})" for n in cluster.nodes)
+        machines = ", ".join(f"{n.name} ({n.processes}, {n.address})" for n in cluster.nodes)
         rows.append(f"Machines: {len(cluster.nodes)}: {machines} | Synchronisation: {_synchronisation(config)}")
     if config.training.batch_size > config.rollout_size:
         rows.append(

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from torch import Tensor
 
@@ -98,6 +100,25 @@ def targets(rollout: Rollout, *, gamma: float, gae_lambda: float) -> tuple[Tenso
         gamma=gamma,
         gae_lambda=gae_lambda,
     )
+
+
+@pytest.fixture
+def launched() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `rlcb launch local`; whatever the test does, everything is gone afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: object) -> subprocess.Popen[str]:
+        call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "local", *map(str, args)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen(call, cwd=ROOT, env=environment(), text=True, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -101,8 +101,8 @@ def summary(output):
     return json.loads((output / "training_summary.json").read_text())
 
 
-def wait_for_updates(output, count, nodes):
-    log = output / "logs" / "PPO_Distributed" / "metrics.jsonl"
+def wait_for_updates(output, count, nodes, label="PPO_Distributed"):
+    log = output / "logs" / label / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not log.exists() or log.read_text().count("\n") < count:
         assert all(process.poll() is None for process in nodes.processes), nodes.ends()
@@ -126,12 +126,16 @@ def sequential_state(output, algorithm, timesteps=2500):
 
 @pytest.mark.parametrize(("algorithm", "shapes"), [("ppo", [(2, 2), (1, 4)]), ("a2c", [(2, 1)])])
 def test_several_machines_do_the_same_maths_as_one_process(algorithm, shapes, tmp_path):
-    """(machines, workers on each): the parameters of sequential mode after several updates, to rounding."""
+    """(machines, workers on each): the parameters of sequential mode after several updates, to rounding.
+
+    Several workers on each of several machines also share work.
+    """
     reference = sequential_state(tmp_path / "sequential", algorithm)
     assert reference["progress"]["updates"] >= 5
     for nodes, workers in shapes:
         name = f"{nodes}x{workers}"
-        train(tmp_path / name, nodes=nodes, workers=workers, algorithm=algorithm)
+        balance = ("--set", f"parallel.balance={0.5 if nodes > 1 else 0}")
+        train(tmp_path / name, *balance, nodes=nodes, workers=workers, algorithm=algorithm)
         state = checkpoint.load(tmp_path / name / "checkpoints" / f"{algorithm}_distributed_final.pt")
         assert state["progress"]["steps"] == reference["progress"]["steps"], name
         for key, tensor in reference["model"].items():

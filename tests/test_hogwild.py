@@ -155,7 +155,8 @@ def test_shared_parameters_and_statistics_change_no_step(optimizer):
 def test_a_sum_that_nobody_waits_for():
     """Everything that anyone adds reaches everyone once."""
     table = torch.zeros(3, 8, dtype=torch.float64)
-    workers = [SumSinceLastTime(table, rank) for rank in range(3)]
+    elsewhere = torch.zeros(3, dtype=torch.float64)
+    workers = [SumSinceLastTime(table, rank, elsewhere) for rank in range(3)]
     totals = [torch.zeros(2, dtype=torch.float64) for _ in range(3)]
     given = torch.zeros(2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -164,6 +165,8 @@ def test_a_sum_that_nobody_waits_for():
         amount = torch.rand(2, generator=generator).double()
         given += amount
         totals[rank] += workers[rank](amount.clone())
+        elsewhere[:2] += amount / 2  # by workers of other machines
+        given += amount / 2
     for rank in range(3):
         totals[rank] += workers[rank](torch.zeros(2, dtype=torch.float64))
         torch.testing.assert_close(totals[rank], given)

@@ -3,12 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 
 import processes
 import psutil
 import pytest
-from conftest import ROOT, environment, rlcb
+from conftest import rlcb
 from test_distributed import FOREVER, TINY, metrics, summary
 
 from rl_cluster_benchmark.cluster import placement
@@ -18,25 +17,6 @@ from rl_cluster_benchmark.cluster.launch.slurm import Slurm
 from rl_cluster_benchmark.cluster.launch.ssh import Host, read_hosts
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
-
-
-@pytest.fixture
-def launched():
-    """Start `rlcb launch local`; whatever the test does, everything is gone afterwards."""
-    started = []
-
-    def start(*args):
-        call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "local", *map(str, args)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        started.append(subprocess.Popen(call, cwd=ROOT, env=environment(), text=True, **pipes))
-        return started[-1]
-
-    yield start
-    for process in started:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.communicate()
 
 
 def wait_for_updates(output, count, process):

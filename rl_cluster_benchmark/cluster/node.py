@@ -95,6 +95,11 @@ def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, An
             f"{agreed.env.num_envs} environments cannot be shared by the {cluster.num_workers} workers of "
             f"{num_nodes} machines; use more --num-envs, or fewer --workers-per-node."
         )
+    if agreed.env.num_envs < cluster.num_learners:
+        raise UserError(
+            f"The {cluster.num_learners} learners of {num_nodes} machines need as many environments, but there are "
+            f"{agreed.env.num_envs}; use more --num-envs, or fewer impala.num_learners."
+        )
     return agreed
 
 
@@ -128,7 +133,7 @@ def agree_on_work(
 
 
 def _follow(cluster: Cluster) -> int:
-    from rl_cluster_benchmark.execution import distributed
+    from rl_cluster_benchmark.execution import several_machines
 
     label = cluster.label(cluster.rank)
     with _limited(cluster.join_timeout + SECONDS_BEYOND, "The head did not say what to do."):
@@ -140,15 +145,18 @@ def _follow(cluster: Cluster) -> int:
     plan = hardware.compiled(config, plan)
     with _received_checkpoint(cluster, work["chunks"]) as path:
         cluster.publish(f"ready/{cluster.rank}", True)
-        print(f"{label}: {plan.num_workers} workers, the head is {cluster.nodes[0].name}", flush=True)
-        distributed.follow(cluster, config, plan, path, work["progress"])
+        print(f"{label}: {cluster.nodes[cluster.rank].processes}, the head is {cluster.nodes[0].name}", flush=True)
+        several_machines.of(config).follow(cluster, config, plan, path, work["progress"])
     print(f"{label}: {'stopped by a signal' if cluster.signals.received else 'finished'}", flush=True)
     return 0 if cluster.signals.received is None else 128 + cluster.signals.received
 
 
 def config_of_this_node(config: Config, cluster: Cluster) -> tuple[Config, hardware.Plan]:
-    """The head's config is everybody's but for the number of workers, which is each machine's own."""
-    own = {"parallel.num_workers": cluster.nodes[cluster.rank].num_workers}
+    """The head's config is everybody's but for the number of workers and learners, which is each machine's own."""
+    this = cluster.nodes[cluster.rank]
+    own: dict[str, object] = {"parallel.num_workers": this.num_workers}
+    if this.num_learners:
+        own["impala.num_learners"] = this.num_learners
     config = config_files.build(config_files.to_dict(config), own, source="this cluster")
     return config, hardware.plan(config)
 

@@ -36,7 +36,7 @@ from rl_cluster_benchmark.run.summary import git_commit, package_versions
 SECONDS_FOR_ALL_TO_READ = 5.0
 # What may differ between machines: where they are and how many workers each has.
 NODE_KEYS = (
-    "parallel.num_workers", "hardware.num_threads", "cluster.num_workers", "cluster.master_addr",
+    "parallel.num_workers", "impala.num_learners", "hardware.num_threads", "cluster.num_workers", "cluster.master_addr",
     "cluster.master_port", "cluster.interface", "cluster.min_nodes", "cluster.max_restarts",
 )  # fmt: skip
 
@@ -52,10 +52,18 @@ class Node:
     job: str  # who started it
     boot: str  # the same for processes on one machine
     num_workers: int
+    num_learners: int  # of IMPALA, whose workers are its actors
     usable_cores: int
     cpu_model: str
     versions: dict[str, str | None]
     config: dict[str, Any]
+
+    @property
+    def processes(self) -> str:
+        """Of its own, in words."""
+        if self.num_learners:
+            return f"{self.num_workers} actors, {self.num_learners} learners"
+        return f"{self.num_workers} workers"
 
 
 @dataclass
@@ -79,6 +87,10 @@ class Cluster:
     @property
     def num_workers(self) -> int:
         return sum(node.num_workers for node in self.nodes)
+
+    @property
+    def num_learners(self) -> int:
+        return sum(node.num_learners for node in self.nodes)
 
     def shares(self) -> list[tuple[str, int, int]]:
         """(name, workers, usable cores) of each node; nodes that are on one machine (for a try) share its cores."""
@@ -216,7 +228,7 @@ def _roll_call(
 
 
 def _this_node(config: Config, placement: Placement, here: network.Endpoint) -> Node:
-    machine = hardware.detect()
+    machine, plan = hardware.detect(), hardware.plan(config)
     boot = Path("/proc/sys/kernel/random/boot_id")
     return Node(
         name=socket.gethostname(),
@@ -225,7 +237,8 @@ def _this_node(config: Config, placement: Placement, here: network.Endpoint) -> 
         id=uuid.uuid4().hex,
         job=placement.job,
         boot=boot.read_text().strip() if boot.exists() else platform.node(),
-        num_workers=hardware.plan(config).num_workers,
+        num_workers=plan.num_workers,
+        num_learners=plan.num_learners,
         usable_cores=machine.usable_cores,
         cpu_model=machine.cpu_model,
         versions={"rl_cluster_benchmark": __version__, "source": git_commit(), **package_versions()},

@@ -9,32 +9,32 @@ gradients are summed as in data_parallel.py. The parent only watches, writes fil
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.learner import move_parameters
+from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.algorithms.rewards import DiscountedReturns
-from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import make_env
 from rl_cluster_benchmark.execution import times
-from rl_cluster_benchmark.execution.claims import Claims
-from rl_cluster_benchmark.execution.data_parallel import SMALL_SPARE, VECTOR_SPARE, give_orders, gloo_store
-from rl_cluster_benchmark.execution.leader import Board, Leader
+from rl_cluster_benchmark.execution.actor_learner_memory import Shared
+from rl_cluster_benchmark.execution.data_parallel import give_orders
+from rl_cluster_benchmark.execution.leader import Leader
+from rl_cluster_benchmark.execution.leaders import LostContactError, join_leaders
 from rl_cluster_benchmark.execution.lessons import Lessons
 from rl_cluster_benchmark.execution.loop import build_algorithm, state_of
+from rl_cluster_benchmark.execution.others import Corrections, InStep, OnTheirOwn, Others
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.replay import ReplayFile
 from rl_cluster_benchmark.execution.shared import SharedTensors
-from rl_cluster_benchmark.execution.task import Task, deal
-from rl_cluster_benchmark.execution.unrolls import UnrollStore, unroll_layout
+from rl_cluster_benchmark.execution.unrolls import unroll_layout
 from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.execution.weights import PublishedWeights
 from rl_cluster_benchmark.execution.workers import WorkerPool, end_of
-from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.rollout import Collector
@@ -46,87 +46,55 @@ from rl_cluster_benchmark.timing import PhaseClock
 INCARNATIONS = 2**24  # of environments: more than a run has updates
 
 
-class Shared:
-    """What the processes of a run share. Handed to a spawned process, it is the same there."""
+class Replacements:
+    """What becomes of a process that died: another in its place if it was an actor, the end of the run if not."""
 
-    def __init__(self, config: Config, plan: Plan, folder: Path, resumed_path: Path | None) -> None:
-        self.config, self.plan, self.folder, self.resumed_path = config, plan, folder, resumed_path
-        self.task = Task.of(config)
-        self.shards = deal(config.env.num_envs, plan.num_workers)
-        self.num_learners = plan.num_learners
-        size = self.task.num_parameters
-        self.flags = SharedTensors(
-            {
-                "order": ((1,), torch.int64),
-                "go": ((1,), torch.int64),
-                **Board.layout(config),
-                **times.layout(self.num_learners + len(self.shards)),
-            }
-        )
-        self.unrolls = UnrollStore.allocate(
-            self.task,
-            num_actors=len(self.shards),
-            envs_per_actor=max(map(len, self.shards)),
-            n_steps=config.training.n_steps,
-            pages_per_actor=config.impala.pages_per_actor,
-        )
-        self.weights = PublishedWeights.allocate(size)
-        self.claims = Claims()
-        self._gloo = gloo_store() if config.parallel.reduce == "gloo" else None
-        self.means: SharedTensors | int = (
-            SharedMemoryReducer.allocate(self.num_learners, size + VECTOR_SPARE, SMALL_SPARE)
-            if self._gloo is None
-            else self._gloo.port
-        )
+    def __init__(self, shared: Shared, progress: dict[str, Any]) -> None:
+        self.shared, self.progress, self.count = shared, progress, 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_gloo": None}
+    def __call__(self, rank: int, how: str) -> tuple[Any, ...] | None:
+        shared, most = self.shared, self.shared.config.impala.max_actor_restarts
+        if rank >= shared.num_learners and shared.board().stopped:
+            return None  # the run is ending anyway
+        if rank < shared.num_learners or not int(shared.flags["go"][0]):
+            raise end_of(shared.name(rank), how)
+        if self.count == most:
+            raise end_of(f"After {most} restarts (impala.max_actor_restarts) {shared.name(rank)}", how)
+        self.count += 1
+        print(f"{shared.name(rank)} {how.strip()}\nAnother takes its place.", flush=True)
+        return shared, self.progress, self.count
 
-    def board(self) -> Board:
-        return Board(self.flags, self.num_learners, self.plan.micro_batch // self.config.training.n_steps)
 
-    def store(self) -> UnrollStore:
-        return UnrollStore(self.unrolls, self.shards)
+class Recorder:
+    """Writes down updates: with them the episodes that have ended, and where all processes spend their time."""
 
-    def name(self, rank: int) -> str:
-        return f"Learner {rank}" if rank < self.num_learners else f"Actor {rank - self.num_learners}"
+    def __init__(self, run: Run) -> None:
+        self.run, self.episodes = run, list[tuple[float, int]]()
+        self._seconds_before = dict(run.clock.seconds)
+        self._restarts_before = int(run.asynchrony.summary().get("actor_restarts", 0))
+
+    def record(self, report: dict[str, Any], learners: Tensor, actors: Tensor, restarts: int) -> None:
+        """`learners` and `actors`: a row of times for each."""
+        everyone = torch.cat([learners, actors])
+        self.run.clock.seconds = times.mean_phases(everyone, self._seconds_before)
+        self.run.worker_cpu_seconds = times.cpu_seconds(everyone)
+        asynchrony = report["asynchrony"] | {
+            "async/learner_idle": times.idle_share(learners),
+            "async/actor_idle": times.idle_share(actors),
+            "system/actor_restarts": float(self._restarts_before + restarts),
+        }
+        self.run.record(report["steps"], self.episodes, report["losses"], asynchrony)
+        self.episodes.clear()
 
 
 def train(run: Run) -> None:
     """In the parent: start actors and learners, write down what they report, tell them when to stop."""
     shared = Shared(run.config, run.plan, run.directory.root, run.resumed_path)
     flags, num_learners = shared.flags, shared.num_learners
-    progress, seconds_before = run.progress_state(), dict(run.clock.seconds)
-    restarts_before = int(run.asynchrony.summary().get("actor_restarts", 0))
-    episodes: list[tuple[float, int]] = []
-    restarts = 0
-
-    def replace(rank: int, how: str) -> tuple[Any, ...] | None:
-        nonlocal restarts
-        if rank >= num_learners and shared.board().stopped:
-            return None  # the run is ending anyway
-        if rank < num_learners or not int(flags["go"][0]):
-            raise end_of(shared.name(rank), how)
-        if restarts == run.config.impala.max_actor_restarts:
-            raise end_of(f"After {restarts} restarts (impala.max_actor_restarts) {shared.name(rank)}", how)
-        restarts += 1
-        print(f"{shared.name(rank)} {how.strip()}\nAnother takes its place.", flush=True)
-        return shared, progress, restarts
-
-    def record(steps: int, losses: dict[str, float], asynchrony: dict[str, float]) -> None:
-        table = flags["times"]
-        run.clock.seconds = times.mean_phases(table, seconds_before)
-        run.worker_cpu_seconds = times.cpu_seconds(table)
-        asynchrony |= {
-            "async/learner_idle": times.idle_share(table[:num_learners]),
-            "async/actor_idle": times.idle_share(table[num_learners:]),
-            "system/actor_restarts": float(restarts_before + restarts),
-        }
-        run.record(steps, episodes, losses, asynchrony)
-        episodes.clear()
-
+    flags["closed"].fill_(1)  # no other machine is waited for at the end
+    replace, recorder = Replacements(shared, run.progress_state()), Recorder(run)
     num_processes = num_learners + len(shared.shards)
-    with WorkerPool(_work, num_processes, (shared, progress, 0), run.plan.cores, replace) as pool:
+    with WorkerPool(work, num_processes, (shared, replace.progress, 0), run.plan.cores, replace) as pool:
         started: set[int] = set()
         for rank, (kind, content) in pool.messages(lambda: give_orders(run, flags["order"])):
             if kind == "started":
@@ -137,24 +105,28 @@ def train(run: Run) -> None:
                     run.start()
                     flags["go"][0] = 1
             elif kind == "episodes":
-                episodes.extend(content)
+                recorder.episodes.extend(content)
             elif kind == "record":
-                record(**content)
+                table = flags["times"]
+                recorder.record(content, table[:num_learners], table[num_learners:], replace.count)
             elif kind == "save":
                 run.save(checkpoint.unpack(content))
             elif kind == "final state":
                 run.finish(checkpoint.unpack(content))
 
 
-def _work(rank: int, connection: Connection, shared: Shared, progress: dict[str, Any], restarts: int) -> None:
+def work(rank: int, connection: Connection, shared: Shared, progress: dict[str, Any], restarts: int) -> None:
     """In a worker."""
     hardware.prepare_process(shared.plan.num_threads)
     clock = PhaseClock()
     keeper = times.TimeKeeper(shared.flags["times"][rank], clock)
-    if rank < shared.num_learners:
-        _learn(rank, connection, shared, progress, keeper)
-    else:
-        _act(rank - shared.num_learners, connection, shared, progress, restarts, keeper)
+    try:
+        if rank < shared.num_learners:
+            _learn(rank, connection, shared, progress, keeper)
+        else:
+            _act(rank - shared.num_learners, connection, shared, progress, restarts, keeper)
+    except LostContactError as error:
+        connection.send(("message", ("lost contact", str(error))))
     keeper.write()
 
 
@@ -216,26 +188,29 @@ def _learn(
     rank: int, connection: Connection, shared: Shared, progress: dict[str, Any], keeper: times.TimeKeeper
 ) -> None:
     """Step after step on the unrolls that the leader, the first learner, hands out."""
-    config, plan, task, clock = shared.config, shared.plan, shared.task, keeper.clock
-    reduce = join(shared.means, rank, shared.num_learners, clock)
+    config, plan, task, clock, flags = shared.config, shared.plan, shared.task, keeper.clock, shared.flags
+    reduce, others = _join(rank, shared, clock)
     state = checkpoint.load(shared.resumed_path) if shared.resumed_path else None
     model, algorithm = build_algorithm(
         config, plan, task.observation_shape, task.num_actions, env_ids=(), reduce=reduce, checkpoint=state
     )
     assert isinstance(algorithm, Impala)
-    store, board = shared.store(), shared.board()
+    store, board, corrections = shared.store(), shared.board(), Corrections(flags)
     lessons = Lessons(config, algorithm, board, shared.claims, store)
     if config.impala.replay_fraction > 0:
         share = -(-config.impala.replay_size // shared.num_learners)
-        layout = unroll_layout(task, config.training.n_steps)
-        lessons.replay_from(ReplayFile(shared.folder, share, layout), stream(config.env.seed, "replay", rank))
+        layout, number = (
+            unroll_layout(task, config.training.n_steps),
+            rank + (shared.seat.first_learner if shared.seat else 0),
+        )
+        lessons.replay_from(ReplayFile(shared.folder, share, layout), stream(config.env.seed, "replay", number))
     leader = None
     if rank == 0:
         weights = PublishedWeights(shared.weights)
         weights.publish(algorithm.learner.flat)
         leader = Leader(
-            config, shared.flags, board, shared.claims, store, weights, algorithm, connection, keeper,
-            progress,
+            config, flags, board, shared.claims, store, weights, algorithm, connection, keeper, progress, others,
+            shared.steps_per_update,
         )  # fmt: skip
     _start(connection, shared, keeper)
     step = 0
@@ -247,11 +222,27 @@ def _learn(
             break
         with clock.phase("update"):
             losses = lessons.learn(clock)
+        corrections.add_to(algorithm.learner, board.correction)
         keeper.write()
         if leader is not None and leader.step_done(losses):
             leader.record()
-            if leader.checkpoint_due():
+            if shared.saves and leader.checkpoint_due():
                 leader.save(state_of(model, algorithm, task.observation_shape, task.num_actions))
     if leader is not None:
         leader.record()
-        leader.save(state_of(model, algorithm, task.observation_shape, task.num_actions), kind="final state")
+        leader.wait_for_others()
+        if shared.saves:
+            leader.save(state_of(model, algorithm, task.observation_shape, task.num_actions), kind="final state")
+
+
+def _join(rank: int, shared: Shared, clock: PhaseClock) -> tuple[Reducer, Others]:
+    """(the sum over the learners that take a step together, what the leader knows of other machines)."""
+    seat, flags = shared.seat, shared.flags
+    if seat is None:
+        return join(shared.means, rank, shared.num_learners, clock), Others(flags)
+    assert isinstance(shared.means, SharedTensors)
+    if shared.is_on_its_own:
+        return SharedMemoryReducer(shared.means, rank, clock), OnTheirOwn(flags)
+    leaders, beyond = join_leaders(seat, rank)
+    others = InStep(flags, leaders.sum, is_head=seat.node_rank == 0) if leaders else Others(flags)
+    return SharedMemoryReducer(shared.means, rank, clock, beyond), others

@@ -28,11 +28,12 @@ from rl_cluster_benchmark.execution.data_parallel import (
     sums,
     write_down,
 )
-from rl_cluster_benchmark.execution.leaders import Leaders, LostContactError, Seat
+from rl_cluster_benchmark.execution.leaders import Leaders, LostContactError, Seat, join_leaders, the_leader_does
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run.run import SECONDS_BETWEEN_MEMORY_READINGS, Run, memory_in_use
@@ -45,10 +46,9 @@ class Node:
 
     def __init__(self, cluster: Cluster, config: Config, plan: Plan) -> None:
         self.cluster, self.config, self.plan = cluster, config, plan
-        self.seat = _seat(cluster, config)
+        self.seat = Seat.of(cluster, config)
         shards = deal(config.env.num_envs, cluster.num_workers)
-        first = self.seat.first_worker
-        self.shards = shards[first : first + plan.num_workers]
+        self.shards = self.seat.own(shards, plan.num_workers)
         longest = len(shards[0]) * config.training.n_steps
         self.shared = SharedTensors(
             {
@@ -56,8 +56,13 @@ class Node:
                 "episodes": ((plan.num_workers, longest + 1, 2), torch.float32),  # first row: how many
             }
         )
-        vector, small = sums(config, Task.of(config))
-        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes)
+        task = Task.of(config)
+        self.work = None
+        if plan.balance > 0:
+            self.work = SharedWork(task, self.shards, config.training.n_steps, plan.balance)
+        vector, small = sums(config, task)
+        spares = num_pieces(plan.num_workers) if self.work else 0
+        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes, spares)
 
     def train(
         self, checkpoint: Path | None, progress: dict[str, Any], *, look: Callable[[], int],
@@ -74,7 +79,8 @@ class Node:
                 self.shared["order"][ORDER] = order
             membership.check()
 
-        args = (self.config, self.plan, self.shards, self.shared, self.memory, checkpoint, progress, self.seat)
+        means = (self.shared, self.memory, self.work)
+        args = (self.config, self.plan, self.shards, *means, checkpoint, progress, self.seat)
         with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores) as pool:
             for rank, (kind, content) in pool.messages(watch):
                 if kind == "lost contact":
@@ -89,9 +95,6 @@ def train(run: Run, cluster: Cluster) -> None:
     """On the head: the same, and write everything down."""
     node = Node(cluster, run.config, run.plan)
 
-    def look() -> int:
-        return INTERRUPTED if run.interrupted() else TIME_IS_UP if run.should_stop() else 0
-
     def hear(rank: int, kind: str, content: Any) -> None:
         if kind == "started":
             if rank == 0:  # it says so when all workers of all machines are ready
@@ -99,40 +102,36 @@ def train(run: Run, cluster: Cluster) -> None:
         else:
             write_down(run, kind, content)
 
-    node.train(run.resumed_path, run.progress_state(), look=look, hear=hear)
+    node.train(run.resumed_path, run.progress_state(), look=lambda: order_of(run), hear=hear)
 
 
 def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
     """On every other machine."""
     node = Node(cluster, config, plan)
-    measured_at = 0.0
-
-    def look() -> int:
-        nonlocal measured_at
-        if time.monotonic() - measured_at > SECONDS_BETWEEN_MEMORY_READINGS:
-            measured_at, cluster.membership.memory = time.monotonic(), sum(memory_in_use().values())
-        return INTERRUPTED if cluster.signals.received is not None else 0
-
-    node.train(checkpoint, progress, look=look, hear=lambda rank, kind, content: None)
+    node.train(checkpoint, progress, look=Follower(cluster), hear=lambda rank, kind, content: None)
 
 
-def _seat(cluster: Cluster, config: Config) -> Seat:
-    return Seat(
-        node_rank=cluster.rank,
-        num_nodes=len(cluster.nodes),
-        first_worker=sum(node.num_workers for node in cluster.nodes[: cluster.rank]),
-        total_workers=cluster.num_workers,
-        store=cluster.address,
-        prefix=cluster.prefix,
-        interface=cluster.nodes[cluster.rank].interface,
-        timeout=config.cluster.timeout,
-        compression=config.cluster.compression,
-    )
+def order_of(run: Run) -> int:
+    """The head's, for its workers."""
+    return INTERRUPTED if run.interrupted() else TIME_IS_UP if run.should_stop() else 0
+
+
+class Follower:
+    """The order of another machine for its workers; says now and then how much memory they use."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._measured_at = cluster, 0.0
+
+    def __call__(self) -> int:
+        if time.monotonic() - self._measured_at > SECONDS_BETWEEN_MEMORY_READINGS:
+            self._measured_at = time.monotonic()
+            self._cluster.membership.memory = sum(memory_in_use().values())
+        return INTERRUPTED if self._cluster.signals.received is not None else 0
 
 
 def _work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    memory: SharedTensors, checkpoint_path: Path | None, progress: dict[str, Any], seat: Seat,
+    memory: SharedTensors, work: SharedWork | None, checkpoint_path: Path | None, progress: dict[str, Any], seat: Seat,
 ) -> None:  # fmt: skip
     """In a worker."""
     from rl_cluster_benchmark.run import checkpoint
@@ -140,22 +139,20 @@ def _work(
     hardware.prepare_process(plan.num_threads)
     course = NodeCourse(rank, connection, config, shared, progress, seat)
     try:
-        leaders = Leaders(seat) if rank == 0 and seat.num_nodes > 1 else None
-        beyond = (leaders.sum if leaders else _the_leader_does) if seat.num_nodes > 1 else None
+        leaders, beyond = join_leaders(seat, rank)
         everywhere = SharedMemoryReducer(memory, rank, course.clock, beyond)
         course.reduce, course.leaders = everywhere, leaders
         alone = config.cluster.sync == "local_sgd"
         reduce: Reducer = WithinMachine(everywhere) if alone else everywhere
         state = checkpoint.load(checkpoint_path) if checkpoint_path else None
-        worker = Worker.build(config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state)
+        sharing = WorkSharing(work, rank, everywhere) if work else None
+        worker = Worker.build(
+            config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state, sharing=sharing
+        )
         course.worker = worker
         learn(worker, course, everywhere)
     except LostContactError as error:
         connection.send(("message", ("lost contact", str(error))))
-
-
-def _the_leader_does(total: Tensor) -> None:
-    raise AssertionError("only the first worker of a machine talks to the others")
 
 
 class WithinMachine:
@@ -207,7 +204,7 @@ class NodeCourse(WorkerCourse):
         assert not isinstance(algorithm, Impala)
         on_policy = algorithm.on_policy
         for vector in on_policy.learner.vectors():
-            self.reduce.share(vector, leaders.average if leaders else _the_leader_does)
+            self.reduce.share(vector, leaders.average if leaders else the_leader_does)
         self.worker.model.weights_changed()
         scale = on_policy.normalize_rewards.scale
         mine = torch.tensor([scale.mean, scale.variance, scale.count], dtype=torch.float64)

@@ -23,7 +23,7 @@ from rl_cluster_benchmark.algorithms.on_policy import mean_of
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.execution import times
+from rl_cluster_benchmark.execution import council, machine, times
 from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP, reports
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.execution.shared import SharedTensors
@@ -43,7 +43,7 @@ def train(run: Run) -> None:
     """In the parent: start the workers, write down what they report, tell them when to stop."""
     config, plan, num_workers = run.config, run.plan, run.plan.num_workers
     shards = deal(config.env.num_envs, num_workers)
-    shared = SharedTensors(_layout(config, num_workers))
+    shared = SharedTensors(layout(config, num_workers))
     args = (config, plan, shards, shared, run.resumed_path, run.progress_state())
     seconds_before = dict(run.clock.seconds)
     together: list[dict[str, Any]] = []
@@ -53,10 +53,11 @@ def train(run: Run) -> None:
         """As many updates as there are workers count as one: as much experience as an update of A2C."""
         run.clock.seconds = times.mean_phases(shared["times"], seconds_before)
         run.worker_cpu_seconds = times.cpu_seconds(shared["times"])
-        run.record(**_together(together))
+        run.record(**merged(together))
         together.clear()
 
-    with WorkerPool(_work, num_workers, args, plan.cores) as pool:
+    shared["closed"].fill_(1)  # no other machine is waited for at the end
+    with WorkerPool(work, num_workers, args, plan.cores) as pool:
         for kind, content in reports(run, pool, shards, shared["order"], when_ready=lambda: shared["go"].fill_(1)):
             if kind == "record":
                 together.append(content)
@@ -72,12 +73,11 @@ def train(run: Run) -> None:
         run.finish(final_state)
 
 
-def _layout(config: Config, num_workers: int) -> times.Layout:
+def layout(config: Config, num_workers: int) -> times.Layout:
     size = Task.of(config).num_parameters
     moments = OPTIMIZERS[config.training.optimizer].MOMENTS
     return {
-        "order": ((1,), torch.int64),
-        "go": ((1,), torch.int64),
+        **machine.layout(),
         "parameters": ((size,), torch.float32),
         "optimizer_steps": ((1,), torch.float32),
         **{f"moment_{name}": ((size,), torch.float32) for name in moments},
@@ -87,7 +87,8 @@ def _layout(config: Config, num_workers: int) -> times.Layout:
     }
 
 
-def _together(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Updates of several workers as one."""
     lags = [report["lag"] for report in reports]
     return {
         "steps": sum(report["steps"] for report in reports),
@@ -97,19 +98,19 @@ def _together(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _work(
+def work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    resumed_path: Path | None, progress: dict[str, Any],
+    resumed_path: Path | None, progress: dict[str, Any], saves: bool = True,
 ) -> None:  # fmt: skip
     """In a worker: the loop of every worker, with the parameters behind its learner shared."""
     hardware.prepare_process(plan.num_threads)
-    course = HogwildCourse(rank, connection, config, shared, progress)
+    course = HogwildCourse(rank, connection, config, shared, progress, saves=saves and rank == 0)
     state = checkpoint.load(resumed_path) if resumed_path else None
     worker = Worker.build(config, plan, env_ids=shards[rank], reduce=Alone(), course=course, checkpoint=state)
     assert isinstance(worker.algorithm, A2C)
     on_policy = worker.algorithm.on_policy
     share(on_policy.learner, shared, fill=rank == 0)
-    on_policy.normalize_rewards.reduce = SumSinceLastTime(shared["returns"], rank)
+    on_policy.normalize_rewards.reduce = SumSinceLastTime(shared["returns"], rank, shared["elsewhere"][council.MOMENTS])
 
     def fetch() -> None:
         with course.clock.phase("communication"):
@@ -154,10 +155,13 @@ def share(learner: Learner, shared: SharedTensors, *, fill: bool) -> None:
 
 
 class SumSinceLastTime:
-    """What this worker adds, and what the others have added since it last asked: a sum that nobody waits for."""
+    """What this worker adds, and what the others have added since it last asked: a sum that nobody waits for.
 
-    def __init__(self, table: Tensor, rank: int) -> None:
-        self._table, self._rank = table, rank
+    `elsewhere` is what workers of other machines have added.
+    """
+
+    def __init__(self, table: Tensor, rank: int, elsewhere: Tensor) -> None:
+        self._table, self._rank, self._elsewhere = table, rank, elsewhere
         self._seen: Tensor | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -165,7 +169,7 @@ class SumSinceLastTime:
         self._table[self._rank, :size] += tensor
         everyone = self._table[:, :size].clone()
         everyone[self._rank] = 0.0
-        others = everyone.sum(0)
+        others = everyone.sum(0) + self._elsewhere[:size]
         news = others if self._seen is None else others - self._seen
         self._seen = others
         return tensor + news
@@ -175,9 +179,10 @@ class HogwildCourse:
     """A worker's view of the run: its own updates, and everybody's steps."""
 
     def __init__(
-        self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any]
-    ) -> None:
-        self.rank, self.connection, self.config, self.shared = rank, connection, config, shared
+        self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any], *,
+        saves: bool,
+    ) -> None:  # fmt: skip
+        self.rank, self.connection, self.config, self.shared, self.saves = rank, connection, config, shared, saves
         self.clock = PhaseClock()
         self.time = times.TimeKeeper(shared["times"][rank], self.clock)
         self.updates = progress["updates"]  # of this worker, from where the run was resumed
@@ -193,10 +198,15 @@ class HogwildCourse:
         training = self.config.training
         elapsed = self._elapsed_before + self.time.elapsed
         by_time = elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max((self._steps_before + self.count(STEPS)) / training.total_timesteps, by_time))
+        return min(1.0, max(self._steps / training.total_timesteps, by_time))
+
+    @property
+    def _steps(self) -> int:
+        """Of all machines, those of others as far as they are known here."""
+        return self._steps_before + self.count(STEPS) + int(self.shared["elsewhere"][council.STEPS])
 
     def is_complete(self) -> bool:
-        return self._steps_before + self.count(STEPS) >= self.config.training.total_timesteps
+        return self._steps >= self.config.training.total_timesteps
 
     def should_stop(self) -> bool:
         order = int(self.shared["order"][0])
@@ -224,7 +234,7 @@ class HogwildCourse:
     def checkpoint_due(self) -> bool:
         minutes = (time.perf_counter() - self._saved_at) / 60
         every = self.updates % self.config.training.save_interval == 0
-        return self.rank == 0 and (every or minutes > self.config.logging.checkpoint_minutes)
+        return self.saves and (every or minutes > self.config.logging.checkpoint_minutes)
 
     def save(self, state: dict[str, Any]) -> None:
         self._send("save", checkpoint.pack(state))
@@ -236,9 +246,13 @@ class HogwildCourse:
         counters[self.rank, DONE] = 1
         while self.count(DONE) < len(counters):
             time.sleep(NAP_SECONDS)
+        if self.rank == 0:
+            self._send("done", None)
+            while not int(self.shared["closed"][0]):
+                time.sleep(NAP_SECONDS)
 
     def finish(self, state: dict[str, Any]) -> None:
-        if self.rank == 0:
+        if self.saves:
             self._send("final state", checkpoint.pack(state))
 
     def _send(self, kind: str, content: Any) -> None:

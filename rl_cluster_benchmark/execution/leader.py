@@ -15,6 +15,7 @@ from rl_cluster_benchmark.algorithms.on_policy import learning_rate, mean_of
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution.claims import MOST, Claims
 from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.execution.others import News, Others
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.times import Layout, TimeKeeper
 from rl_cluster_benchmark.execution.unrolls import UnrollStore
@@ -31,26 +32,29 @@ class Board:
     """What all learners have to know of a step. The leader writes it; all have read it when their gradients meet."""
 
     @staticmethod
-    def layout(config: Config) -> Layout:
+    def layout(unrolls_per_step: int) -> Layout:
         return {
             "step": ((1,), torch.int64),  # the number of the step that is described here; written last
             "stop": ((1,), torch.int64),
-            "rows": ((config.unrolls_per_step,), torch.int64),
+            "rows": ((unrolls_per_step,), torch.int64),
             "rate": ((1,), torch.float64),
             "reward_divisor": ((1,), torch.float64),
+            "correction": ((1,), torch.int64),  # of the parameters: the number of the one that is due after the step
         }
 
     def __init__(self, shared: SharedTensors, num_learners: int, fit_the_cache: int) -> None:
         """`fit_the_cache` unrolls are best taken together; fewer if that leaves each learner too few turns."""
         self._step, self._stop, self._rows = (shared[name].numpy() for name in ("step", "stop", "rows"))
         self._rate, self._divisor = shared["rate"].numpy(), shared["reward_divisor"].numpy()
+        self._correction = shared["correction"].numpy()
         many = len(self._rows)
+        self.num_rows = many
         fair = many if num_learners == 1 else many // (TURNS * num_learners)
         self.group_size = max(1, min(fit_the_cache, fair), -(-many // MOST))
-        self.num_groups = -(-len(self._rows) // self.group_size)
+        self.num_groups = -(-many // self.group_size)
 
-    def announce(self, step: int, rows: NDArray[np.int64], rate: float, divisor: float) -> None:
-        self._rows[:], self._rate[0], self._divisor[0] = rows, rate, divisor
+    def announce(self, step: int, rows: NDArray[np.int64], rate: float, divisor: float, correction: int = 0) -> None:
+        self._rows[:], self._rate[0], self._divisor[0], self._correction[0] = rows, rate, divisor, correction
         self._step[0] = step
 
     def stop(self) -> None:
@@ -73,6 +77,10 @@ class Board:
     def divisor(self) -> float:
         return float(self._divisor[0])
 
+    @property
+    def correction(self) -> int:
+        return int(self._correction[0])
+
     def group(self, number: int) -> list[int]:
         return self._rows[number * self.group_size : (number + 1) * self.group_size].tolist()
 
@@ -81,13 +89,13 @@ class Leader:
     def __init__(
         self, config: Config, shared: SharedTensors, board: Board, claims: Claims, store: UnrollStore,
         weights: PublishedWeights, algorithm: Impala, connection: Connection, keeper: TimeKeeper,
-        progress: dict[str, Any],
+        progress: dict[str, Any], others: Others, steps_per_update: int,
     ) -> None:  # fmt: skip
         self.config, self.board, self.claims, self.store, self.weights = config, board, claims, store, weights
-        self.algorithm, self.connection, self.keeper = algorithm, connection, keeper
+        self.algorithm, self.connection, self.keeper, self.others = algorithm, connection, keeper, others
         self._order = shared["order"].numpy()
         self.steps, self.updates, self._elapsed_before = progress["steps"], progress["updates"], progress["elapsed"]
-        self.steps_per_update = max(1, round(config.env.num_envs / config.unrolls_per_step))
+        self.steps_per_update = steps_per_update
         self._done: list[dict[str, float]] = []  # losses of the steps of the update in hand
         self._new_steps, self._lags, self._ages, self._in_use = 0, [], [], []  # type: ignore[var-annotated]
         self._rows = np.empty(0, dtype=np.int64)
@@ -97,7 +105,7 @@ class Leader:
     def hand_out(self, clock: PhaseClock) -> None:
         """Announce the next step as soon as there are unrolls enough for it, or that there will be none."""
         replayed = self._replayed()
-        wanted = self.config.unrolls_per_step - replayed
+        wanted = self.board.num_rows - replayed
         found = self.store.full()
 
         def ready() -> bool:
@@ -106,21 +114,25 @@ class Leader:
             return len(found) >= wanted or self._should_stop()
 
         wait_until(ready, clock)
-        if self._should_stop():
+        stop = self._should_stop()
+        self._rows = found[: 0 if stop else wanted]
+        with clock.phase("communication"):
+            news = self.others.agree(self._news(stop))
+        if news.stop:
             self.board.stop()
             return
-        self._rows = found[:wanted]
-        self._note(len(found))
+        self._note(news, len(found))
         rows = np.concatenate([self._rows, np.full(replayed, REPLAY)])
         self._count += 1
         self.claims.offer(range(self.board.num_groups))
-        rate = learning_rate(self.config.training, self._fraction)
-        self.board.announce(self._count, rows, rate, self.algorithm.normalize_rewards.scale.divisor)
+        divisor = self.algorithm.normalize_rewards.scale.divisor
+        self.board.announce(self._count, rows, news.rate, divisor, self.others.correction())
 
     def step_done(self, losses: dict[str, float]) -> bool:
         """All learners have taken the step; True when that ends an update."""
         self.store.release(self._rows)
         self.weights.publish(self.algorithm.learner.flat)
+        self.others.step_done()
         self._done.append(losses)
         return len(self._done) == self.steps_per_update
 
@@ -130,6 +142,7 @@ class Leader:
             return
         self.updates += 1
         self.steps += self._new_steps
+        self.others.update_done(self._new_steps)
         lags = self._lags or [0.0]
         asynchrony = {
             "async/policy_lag": float(np.mean(lags)),
@@ -149,22 +162,30 @@ class Leader:
         self._send(kind, checkpoint.pack(state))
         self._saved_at = time.perf_counter()
 
-    def _note(self, in_use: int) -> None:
+    def _news(self, stop: bool) -> News:
+        """Of the unrolls about to be learned from."""
+        rows = torch.from_numpy(self._rows)
+        return News(
+            stop=stop,
+            rate=learning_rate(self.config.training, self._fraction),
+            steps=int(self.store["valid"][rows].sum()),
+            returns=self.store["return_moments"][rows].sum(0).tolist(),
+        )
+
+    def _note(self, news: News, in_use: int) -> None:
         """Statistics of the unrolls about to be learned from."""
         rows = self._rows
-        self._new_steps += int(self.store["valid"][torch.from_numpy(rows)].sum())
+        self._new_steps += news.steps
         self._lags += (self.weights.version - self.store.versions(rows)).tolist()
         self._ages += self.store.ages(rows).tolist()
         self._in_use.append(in_use)
-        self.algorithm.normalize_rewards.scale.add(
-            *self.store["return_moments"][torch.from_numpy(rows)].sum(0).tolist()
-        )
+        self.algorithm.normalize_rewards.scale.add(*news.returns)
 
     def _replayed(self) -> int:
         """How many of the next step's unrolls are to be old ones: over many steps the fraction asked for."""
         if self._count == 0:  # there are none yet
             return 0
-        per_step = self.config.impala.replay_fraction * self.config.unrolls_per_step
+        per_step = self.config.impala.replay_fraction * self.board.num_rows
         return int((self._count + 1) * per_step) - int(self._count * per_step)
 
     @property
@@ -172,15 +193,24 @@ class Leader:
         training = self.config.training
         elapsed = self._elapsed_before + self.keeper.elapsed
         by_time = elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+        return min(1.0, max(self._all_steps / training.total_timesteps, by_time))
+
+    @property
+    def _all_steps(self) -> int:
+        return self.steps + self.others.steps
 
     def _should_stop(self) -> bool:
         """An update in hand is finished, but for a signal."""
         order = int(self._order[0])
         if order == INTERRUPTED:
             return True
-        complete = self.steps >= self.config.training.total_timesteps
+        complete = self._all_steps >= self.config.training.total_timesteps
         return not self._done and (complete or (order == TIME_IS_UP and self.updates > 0))
+
+    def wait_for_others(self) -> None:
+        """Nothing is left to do but to save: wait until that is true of all machines."""
+        self._send("done", None)
+        self.others.wait_for_end(self.algorithm.learner, self.weights)
 
     def _send(self, kind: str, content: Any) -> None:
         self.connection.send(("message", (kind, content)))

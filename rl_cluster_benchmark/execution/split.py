@@ -43,12 +43,13 @@ def fill_in(config: Config) -> Config:
             actors, learners = (1, 1) if cores <= 2 else _measured(config, cores)
     data = config.model_dump()
     per_actor = config.parallel.num_envs_per_worker
-    num_envs = actors * per_actor if per_actor is not None else config.env.num_envs
+    num_envs = actors * per_actor if per_actor is not None else config.env.num_envs  # of all machines, if several
     if not isinstance(learners, int):
         learners = max(1, min(cores - actors, num_envs))
     data["impala"] |= {"num_actors": None, "num_learners": learners}
     data["parallel"]["num_workers"] = actors
-    data["env"]["num_envs"] = num_envs
+    if config.mode == "parallel":  # machines that meet find out together how many environments they have
+        data["env"]["num_envs"] = num_envs
     return config_files.build(data, {}, source="config")
 
 
@@ -56,7 +57,8 @@ def _measured(config: Config, cores: int) -> tuple[int, int]:
     num_envs = config.parallel.num_envs_per_worker or max(1, config.env.num_envs * 3 // cores)
     costs = measure(config, num_envs)
     fresh = 1 - config.impala.replay_fraction
-    actors, learners = split(costs, cores, config.unrolls_per_step, fresh)
+    machines = config.cluster.num_workers if config.mode == "distributed" else 1
+    actors, learners = split(costs, cores, max(1, config.unrolls_per_step // machines), fresh)
     print(
         f"Split of {cores} cores: {actors} actors, {learners} learners (a step costs {1e3 * costs.act:.2f} ms to take "
         f"and {1e3 * costs.learn / fresh:.2f} ms to learn from)",

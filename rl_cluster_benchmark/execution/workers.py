@@ -67,14 +67,18 @@ class WorkerPool:
         theirs.close()
         return process, ours
 
-    def messages(self, look: Callable[[], None]) -> Iterator[tuple[int, Any]]:
-        """(rank, message) as they come, until every worker has finished; calls `look` every tenth of a second.
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def messages(self, look: Callable[[], None], patience: float = SECONDS_BETWEEN_LOOKS) -> Iterator[tuple[int, Any]]:
+        """(rank, message) as they come, until every worker has finished; calls `look` at least every `patience`.
 
         Raises the error of the first worker that fails.
         """
         while len(self._finished) < len(self.processes):
             open_connections = [c for rank, c in enumerate(self.connections) if rank not in self._finished]
-            for ready in multiprocessing.connection.wait(open_connections, timeout=SECONDS_BETWEEN_LOOKS):
+            for ready in multiprocessing.connection.wait(open_connections, timeout=patience):
                 rank = self.connections.index(ready)  # type: ignore[arg-type]
                 try:
                     kind, content = self.connections[rank].recv()

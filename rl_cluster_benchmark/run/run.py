@@ -67,6 +67,7 @@ class Run:
         self._started = self._cpu_started = self._last_memory = 0.0
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
         self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
+        self.num_learners = plan.num_learners  # of IMPALA, on all machines
         self.memory_elsewhere: Callable[[], int] = lambda: 0
         self.may_write: Callable[[], None] = lambda: None  # raises if somebody else has taken over
 

@@ -30,7 +30,7 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "reason": reason,
         "num_envs": config.env.num_envs,
         "num_workers": run.num_workers,
-        "num_learners": run.plan.num_learners,
+        "num_learners": run.num_learners,
         "nodes": [name for name, _, _ in run.nodes] or None,
         "duration_hours": elapsed / 3600,
         "total_timesteps": run.steps,
@@ -106,6 +106,8 @@ def _asynchrony(means: dict[str, float]) -> list[str]:
     if "learner_idle" in means:
         rows.append(f"  Idle: actors {means['actor_idle']:.0%}, learners {means['learner_idle']:.0%} of their time")
         rows.append(f"  Actor Restarts: {means['actor_restarts']:.0f}")
+    if "parameter_exchanges" in means:
+        rows.append(f"  Parameter Exchanges: {means['parameter_exchanges']:.0f} between machines")
     return ["", "Asynchrony:", *rows]
 
 

@@ -20,8 +20,14 @@ class LocalEngine:
     def __init__(self, command: TrainCommand, num_nodes: int) -> None:
         self.command = command
         # The nodes share the cores; each would take all of them.
-        share = str(max(1, hardware.detect().usable_cores // num_nodes))
-        self._workers = [] if command.config.parallel.num_workers else ["--workers-per-node", share]
+        share = max(1, hardware.detect().usable_cores // num_nodes)
+        config, learners = command.config, []
+        if config.algorithm == "impala":
+            acting = max(1, share // 2)
+            learners = ["--set", f"impala.num_learners={max(1, share - acting)}"]
+            share = acting
+        is_set = config.parallel.num_workers or config.impala.num_actors
+        self._workers = [] if is_set else ["--workers-per-node", str(share), *learners]
 
     def available(self, wanted: int) -> int:
         return wanted

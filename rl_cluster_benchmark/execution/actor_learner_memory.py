@@ -1,0 +1,82 @@
+"""What IMPALA's actors and learners share on one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.execution import machine, times
+from rl_cluster_benchmark.execution.claims import Claims
+from rl_cluster_benchmark.execution.data_parallel import SMALL_SPARE, VECTOR_SPARE, gloo_store
+from rl_cluster_benchmark.execution.leader import Board
+from rl_cluster_benchmark.execution.leaders import Seat
+from rl_cluster_benchmark.execution.others import OnTheirOwn
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
+from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.unrolls import UnrollStore
+from rl_cluster_benchmark.execution.weights import PublishedWeights
+from rl_cluster_benchmark.hardware import Plan
+
+
+class Shared:
+    """What the processes of a run share on one machine. Handed to a spawned process, it is the same there."""
+
+    def __init__(
+        self, config: Config, plan: Plan, folder: Path, resumed_path: Path | None, seat: Seat | None = None
+    ) -> None:
+        """`seat` is this machine's among several."""
+        self.config, self.plan, self.folder, self.resumed_path, self.seat = config, plan, folder, resumed_path, seat
+        self.task = Task.of(config)
+        shards = deal(config.env.num_envs, seat.total_workers if seat else plan.num_workers)
+        self.shards = seat.own(shards, plan.num_workers) if seat else shards
+        self.num_learners = plan.num_learners
+        learners = seat.total_learners if seat else plan.num_learners
+        each = config.unrolls_per_learner(learners)
+        self.steps_per_update = max(1, round(config.env.num_envs / (each * learners)))
+        size = self.task.num_parameters
+        self.flags = SharedTensors(
+            {
+                **machine.layout(),
+                **Board.layout(min(each * plan.num_learners, sum(map(len, self.shards)))),
+                **times.layout(self.num_learners + len(self.shards)),
+                **(OnTheirOwn.layout(size) if self.is_on_its_own else {}),
+            }
+        )
+        self.unrolls = UnrollStore.allocate(
+            self.task,
+            num_actors=len(self.shards),
+            envs_per_actor=max(map(len, self.shards)),
+            n_steps=config.training.n_steps,
+            pages_per_actor=config.impala.pages_per_actor,
+        )
+        self.weights = PublishedWeights.allocate(size)
+        self.claims = Claims()
+        self._gloo = gloo_store() if config.parallel.reduce == "gloo" and seat is None else None
+        self.means: SharedTensors | int = (
+            SharedMemoryReducer.allocate(self.num_learners, size + VECTOR_SPARE, SMALL_SPARE)
+            if self._gloo is None
+            else self._gloo.port
+        )
+
+    @property
+    def is_on_its_own(self) -> bool:
+        """Does this machine take its own steps, beside others?"""
+        return self.seat is not None and self.config.cluster.sync == "async"
+
+    @property
+    def saves(self) -> bool:
+        return self.seat is None or self.seat.node_rank == 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_gloo": None}
+
+    def board(self) -> Board:
+        return Board(self.flags, self.num_learners, self.plan.micro_batch // self.config.training.n_steps)
+
+    def store(self) -> UnrollStore:
+        return UnrollStore(self.unrolls, self.shards)
+
+    def name(self, rank: int) -> str:
+        return f"Learner {rank}" if rank < self.num_learners else f"Actor {rank - self.num_learners}"
