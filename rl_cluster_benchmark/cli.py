@@ -288,6 +288,8 @@ def config_from(args: argparse.Namespace) -> Config:
             overrides[key] = text
     if args.num_envs is not None and args.num_envs_per_worker is None:
         overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
+    if args.num_workers is not None and mode != "distributed":
+        overrides["impala.num_actors"] = None  # likewise: a preset's split of the cores
     overrides |= dict(configs.parse_assignment(text) for text in args.set)
     path = args.config
     if path is None:
@@ -382,8 +384,9 @@ def _config(args: argparse.Namespace) -> int:
         print("\n".join(configs.presets()))
     else:
         config = config_from(args)
-        if config.mode == "parallel" and config.parallel.num_workers is not None:
-            config = config.with_workers(config.parallel.num_workers)  # num_envs as the run will have it
+        workers = config.parallel.num_workers
+        if config.mode == "parallel" and workers is not None and config.impala.num_actors is None:
+            config = configs.with_workers(config, workers)  # num_envs as the run will have it
         print(configs.to_yaml(config), end="")
     return 0
 

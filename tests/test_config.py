@@ -261,6 +261,12 @@ def test_names_may_be_written_in_capitals_as_the_summaries_do(capsys):
     assert (config.algorithm, config.mode, config.training.learning_rate) == ("impala", "parallel", 1e-4)
 
 
+def test_a_number_of_workers_replaces_a_presets_split_of_the_cores(capsys):
+    assert main(["config", "--config", "impala_procgen", "--num-workers", "3"]) == 0
+    config = Config.model_validate(yaml.safe_load(capsys.readouterr().out))
+    assert (config.impala.num_actors, config.parallel.num_workers) == (None, 3)
+
+
 def test_the_printed_config_has_the_environments_of_all_workers(capsys):
     assert main(["config", "--config", "ppo_parallel_ryzen7", "--num-workers", "3", "--batch-size", "1024"]) == 0
     assert Config.model_validate(yaml.safe_load(capsys.readouterr().out)).env.num_envs == 3 * 16
