@@ -109,7 +109,7 @@ runs: venv/.installed ## list the runs that are there
 	$(BIN)/rlcb runs $(ARGS)
 
 tensorboard: venv/.installed ## show the logs of all runs at http://localhost:6006
-	$(BIN)/tensorboard --logdir_spec logs:logs,runs:runs,benchmarks:$(OUT)
+	$(BIN)/tensorboard --logdir_spec logs:logs,runs:runs,benchmarks:$(OUT) $(ARGS)
 
 docs: venv/.installed ## write docs/configuration.md anew from the config model
 	$(BIN)/rlcb config --markdown > docs/configuration.md

@@ -188,9 +188,11 @@ def add_scaling(commands: Any) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
-    parser.add_argument("--algorithm", metavar="NAME", help="ppo (default), a2c, a3c or impala")
+    parser.add_argument("--algorithm", type=str.lower, metavar="NAME", help="ppo (default), a2c, a3c or impala")
     if "--mode" not in without:
-        parser.add_argument("--mode", metavar="MODE", help="sequential (default), parallel or distributed")
+        parser.add_argument(
+            "--mode", type=str.lower, metavar="MODE", help="sequential (default), parallel or distributed"
+        )
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML file or a preset's name; default: the preset <algorithm>_<mode>"
     )
@@ -208,7 +210,10 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", metavar="FILE", help="default: the newest one in ./checkpoints, ./runs and ./benchmarks"
     )
-    parser.add_argument("--algorithm", metavar="NAME", help="only to check that the checkpoint is of this algorithm")
+    parser.add_argument(
+        "--algorithm", type=str.lower, metavar="NAME",
+        help="take the newest checkpoint of this algorithm; with --checkpoint: check that it is of this algorithm",
+    )  # fmt: skip
     parser.add_argument("--env", metavar="GAME", help="another game than the agent was trained on")
     parser.add_argument("--num-episodes", type=_positive, default=100, metavar="N", help="default: 100")
     parser.add_argument("--deterministic", action="store_true", help="take the likeliest action instead of sampling")
@@ -224,7 +229,7 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-threads", type=_positive, metavar="N", help="threads to use; default: one per physical core"
     )
     parser.add_argument("--json", metavar="FILE", help="write the results to a file")
-    parser.add_argument("--video", metavar="FILE", help="record episodes side by side: .gif or .mp4")
+    parser.add_argument("--video", metavar="FILE", help="record episodes side by side: .gif, .mp4, or a short .webp")
     parser.add_argument("--render", action="store_true", help="watch in a window (needs a display)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config: --set env.num_levels=500"
@@ -284,6 +289,8 @@ def config_from(args: argparse.Namespace) -> Config:
             overrides[key] = text
     if args.num_envs is not None and args.num_envs_per_worker is None:
         overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
+    if args.num_workers is not None and mode != "distributed":
+        overrides["impala.num_actors"] = None  # likewise: a preset's split of the cores
     overrides |= dict(configs.parse_assignment(text) for text in args.set)
     path = args.config
     if path is None:
@@ -377,7 +384,11 @@ def _config(args: argparse.Namespace) -> int:
     elif args.presets:
         print("\n".join(configs.presets()))
     else:
-        print(configs.to_yaml(config_from(args)), end="")
+        config = config_from(args)
+        workers = config.parallel.num_workers
+        if config.mode == "parallel" and workers is not None and config.impala.num_actors is None:
+            config = configs.with_workers(config, workers)  # num_envs as the run will have it
+        print(configs.to_yaml(config), end="")
     return 0
 
 

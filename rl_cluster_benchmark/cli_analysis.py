@@ -82,8 +82,8 @@ def _add_benchmark_command(commands: Any) -> None:
         "agent on training and on unseen levels; write the report. --resume goes on after an interruption.",
         allow_abbrev=False,
     )
-    parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="default: all there are")
-    parser.add_argument("--modes", nargs="+", metavar="MODE", help="default: sequential parallel")
+    parser.add_argument("--algorithms", nargs="+", type=str.lower, metavar="NAME", help="default: all there are")
+    parser.add_argument("--modes", nargs="+", type=str.lower, metavar="MODE", help="default: sequential parallel")
     parser.add_argument(
         "--configs", nargs="+", metavar="FILE", help="config files or presets instead of algorithms x modes"
     )

@@ -353,15 +353,6 @@ class Config(Section):
     hardware: HardwareConfig = Field(default_factory=HardwareConfig, description="")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="")
 
-    def with_workers(self, num_workers: int) -> Config:
-        """The same with the number of workers, and so of environments, filled in."""
-        data = self.model_dump()
-        data["parallel"]["num_workers"] = num_workers
-        per_worker = self.parallel.num_envs_per_worker
-        if per_worker is not None:
-            data["env"]["num_envs"] = num_workers * per_worker
-        return Config.model_validate(data)
-
     @property
     def rollout_size(self) -> int:
         return self.env.num_envs * self.training.n_steps

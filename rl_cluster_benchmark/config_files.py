@@ -48,6 +48,14 @@ def build(data: Mapping[str, Any], overrides: Mapping[str, object], *, source: s
         raise UserError("\n".join(sentences)) from None
 
 
+def with_workers(config: Config, num_workers: int) -> Config:
+    """The same with the number of workers, and so of environments, filled in."""
+    changes: dict[str, object] = {"parallel.num_workers": num_workers}
+    if config.parallel.num_envs_per_worker is not None:
+        changes["env.num_envs"] = num_workers * config.parallel.num_envs_per_worker
+    return build(to_dict(config), changes, source=f"{num_workers} workers")
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     file = find_config(path)
     try:

@@ -68,7 +68,6 @@ def evaluate_checkpoint(
     render: bool,
 ) -> int:
     """`rlcb evaluate`: print the results of a checkpoint; returns the exit status."""
-    algorithm = algorithm.lower() if algorithm is not None else None
     screen = open_screen(video, render)
     if json_file is not None and not Path(json_file).parent.is_dir():
         raise UserError(f"--json {json_file}: the folder {Path(json_file).parent} does not exist.")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.config_files import with_workers
 from rl_cluster_benchmark.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Plan:
 def resolve(config: Config) -> tuple[Config, Plan]:
     """Fill in how many workers there are, and plan the rest."""
     if config.mode == "parallel":
-        config = config.with_workers(config.parallel.num_workers or detect().usable_cores)
+        config = with_workers(config, config.parallel.num_workers or detect().usable_cores)
     return config, plan(config)
 
 

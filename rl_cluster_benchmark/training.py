@@ -146,7 +146,7 @@ def _header(config: Config, plan: hardware.Plan, directory: RunDirectory, cluste
     if cluster is not None:
         machines = ", ".join(f"{n.name} ({n.processes}, {n.address})" for n in cluster.nodes)
         rows.append(f"Machines: {len(cluster.nodes)}: {machines} | Synchronisation: {_synchronisation(config)}")
-    if config.training.batch_size > config.rollout_size:
+    if config.algorithm == "ppo" and config.training.batch_size > config.rollout_size:
         rows.append(
             f"Note: batch_size {config.training.batch_size} is more than a rollout of {config.rollout_size}; "
             "each epoch is one minibatch."

@@ -88,6 +88,8 @@ def test_threads_are_set_before_numpy_and_torch_start():
         (("--mode", "distributed", "--node-rank", "4"), ("--node-rank 4 is not one of 4 machines",)),
         (("--mode", "distributed", "--num-nodes", "1", "--set", "cluster.interface=x9"), ("x9 does not exist here",)),
         (("--mode", "distributed", "--master-addr", "no..host"), ("cannot be resolved here",)),
+        (("--mode", "parallel", "--num-workers", "5"), ("5 workers: training.batch_size", "2560")),
+        (("--config", "ppo_sequential", "--mode", "parallel", "--num-workers", "33"), ("32 environments cannot be",)),
         (("--mode", "parallel", "--device", "cuda"), ("works in sequential mode only",)),
         (("--output-dir", "/proc/nowhere"), ("Cannot write to /proc/nowhere", "--output-dir")),
         (("--set", "model.architecture=nature", "--env", "CartPole-v1"), ("nature needs images",)),

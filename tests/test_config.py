@@ -5,6 +5,7 @@ import yaml
 from conftest import ROOT, rlcb
 
 from rl_cluster_benchmark import config_files as configs
+from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
 
@@ -252,6 +253,23 @@ def test_flags_and_set_on_the_command_line(tmp_path):
     assert (config.logging.checkpoint_dir, config.logging.log_dir) == ("c", "l")
     assert (config.parallel.num_workers, config.parallel.num_envs_per_worker) == (2, 4)
     assert (config.training.gamma, config.model.channels) == (0.9, [8, 16])
+
+
+def test_names_may_be_written_in_capitals_as_the_summaries_do(capsys):
+    assert main(["config", "--algorithm", "IMPALA", "--mode", "Parallel"]) == 0
+    config = Config.model_validate(yaml.safe_load(capsys.readouterr().out))
+    assert (config.algorithm, config.mode, config.training.learning_rate) == ("impala", "parallel", 1e-4)
+
+
+def test_a_number_of_workers_replaces_a_presets_split_of_the_cores(capsys):
+    assert main(["config", "--config", "impala_procgen", "--num-workers", "3"]) == 0
+    config = Config.model_validate(yaml.safe_load(capsys.readouterr().out))
+    assert (config.impala.num_actors, config.parallel.num_workers) == (None, 3)
+
+
+def test_the_printed_config_has_the_environments_of_all_workers(capsys):
+    assert main(["config", "--config", "ppo_parallel_ryzen7", "--num-workers", "3", "--batch-size", "1024"]) == 0
+    assert Config.model_validate(yaml.safe_load(capsys.readouterr().out)).env.num_envs == 3 * 16
 
 
 def test_the_reference_in_the_docs_is_up_to_date():
