@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 PARAMETERS = 626_256  # IMPALA-CNN 16-32-32 + 256, 15 actions, one value
 NUM_LEVELS = 200
@@ -90,19 +90,22 @@ class Report:
         self._write(facts=facts)
 
     def count(self, trunk: nn.Module, *modules: nn.Module) -> None:
-        """From now on every optimiser step of this process, and every sample that passes the trunk to be learned from.
+        """From now on every optimiser step of this process, and every sample whose gradient passes the trunk.
 
         The modules, the trunk among them, are all there is to learn.
         """
-        import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         def stepped(*_: object) -> None:
             self._counts[OPTIMIZER_STEPS] += 1
 
-        def passed(_: nn.Module, __: Any, features: torch.Tensor) -> None:
-            if torch.is_grad_enabled() and features.requires_grad:
-                self._counts[TRAINED_SAMPLES] += features.numel() // features.shape[-1]
+        def passed(_: nn.Module, __: Any, features: Tensor) -> None:
+            if features.requires_grad:  # counted when the gradient comes back, not for a look ahead
+                samples = features.numel() // features.shape[-1]
+                features.register_hook(lambda _: learned_from(samples))
+
+        def learned_from(samples: int) -> None:
+            self._counts[TRAINED_SAMPLES] += samples
 
         register_optimizer_step_post_hook(stepped)
         trunk.register_forward_hook(passed)

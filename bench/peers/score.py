@@ -72,12 +72,12 @@ def evaluate(name: str, network: Path, episodes: int) -> Score:
     env = make_env(
         config.env, range(num_envs), num_threads=hardware.detect().usable_cores, levels="test", incarnation=EVALUATION
     )
-    policy = trained_policy(config, state, env, plan) if state else _policy_of(network)
+    policy = trained_policy(config, state, env, plan) if state else policy_of(network)
     rewards, _ = play(policy, env, episodes, seed=SEED, deterministic=False)
     return Score(float(rewards.mean()), *confidence_interval(rewards), episodes)
 
 
-def _policy_of(network: Path) -> Policy:
+def policy_of(network: Path) -> Policy:
     """A network that a peer's script has saved."""
     model = ActorCritic(NUM_ACTIONS)
     state = torch.load(network, weights_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import gymnasium as gym
@@ -104,7 +105,7 @@ def main() -> None:
     while job.num_envs % runners:
         runners -= 1
     ray.init(num_cpus=cores + 1, include_dashboard=False, log_to_driver=False)
-    register_env("coinrun", lambda context: EnvPoolVectorEnv(context["num_envs"], job.seed + context.worker_index))
+    register_env("coinrun", lambda context: EnvPoolVectorEnv(context["num_envs"], seed=os.getpid()))
     algorithm = make_config(job, runners).build_algo()
     module = algorithm.learner_group._learner.module["default_policy"]
     args.report.count(module.trunk, module)

@@ -12,15 +12,27 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Categorical
-from torchrl.collectors import SyncDataCollector
+from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
-from torchrl.envs import ExplorationType, MultiThreadedEnvWrapper
+from torchrl.envs import ExplorationType, MultiThreadedEnvWrapper, set_gym_backend
 from torchrl.modules import ActorValueOperator, ProbabilisticActor, ValueOperator
 from torchrl.objectives import A2CLoss, ClipPPOLoss
 from torchrl.objectives.value import GAE
 
 from job import NUM_ACTIONS, RAW, Job, arguments, levels_of, make_pool, versions
 from network import Trunk, head
+
+
+class EnvPoolEnv(MultiThreadedEnvWrapper):
+    """Its own wrapper reads EnvPool's spaces as those of the old gym; they are gymnasium's now."""
+
+    def _make_specs(self, env: Any) -> None:
+        with set_gym_backend("gymnasium"):
+            self.action_spec = self._get_action_spec()
+            specs = self._get_output_spec()
+        self.observation_spec = specs["full_observation_spec"]
+        self.reward_spec = specs["full_reward_spec"]
+        self.done_spec = specs["full_done_spec"]
 
 
 class Images(nn.Module):
@@ -77,7 +89,7 @@ def main() -> None:
     job: Job = args.job
     torch.manual_seed(job.seed)
     pool = make_pool(job.num_envs, channel_first=True, seed=job.seed)
-    env = MultiThreadedEnvWrapper(pool)
+    env = EnvPoolEnv(pool)
     network = make_network(env.action_spec)
     advantages = GAE(
         gamma=job.gamma,
@@ -100,12 +112,18 @@ def main() -> None:
         setting="one process, torch's threads",
         versions=versions("torchrl", "tensordict"),
     )
-    collector = SyncDataCollector(
+    collector = Collector(
         env, network.get_policy_operator(), frames_per_batch=job.rollout, total_frames=-1, device="cpu"
     )
     steps = 0
     args.report.update(steps)
     for data in collector:
+        for key in (
+            "reward",
+            "done",
+            "terminated",
+        ):  # its EnvPool wrapper lacks the dimension that its GAE expects
+            data["next", key] = data["next", key].unsqueeze(-1)
         with torch.no_grad():
             data = advantages(data)
         steps += data.numel()
