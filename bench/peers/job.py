@@ -6,6 +6,7 @@ The scripts run in the virtual environments of the libraries: this module needs 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -165,5 +166,8 @@ def usable_cores() -> int:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    found = {name: importlib.metadata.version(name) for name in (*packages, "torch", "envpool", "gymnasium", "numpy")}
+    found = {}
+    for name in (*packages, "torch", "envpool", "gymnasium", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a package that was carried as bare files
+            found[name] = importlib.metadata.version(name)
     return found | {"python": platform.python_version()}

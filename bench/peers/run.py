@@ -19,6 +19,7 @@ torch and EnvPool alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -29,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import results
-import score
 from environments import DEFAULT_FOLDER, python_of
 from job import JOBS, Job
 from measure import HERE, PeerFailedError, measure
@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None, peers: dict[str, Peer] = PEERS) -> i
     (output / "logs").mkdir(parents=True, exist_ok=True)
     try:
         if args.score:
+            import score
+
             return score.main(args, lambda name: _call(peers[name], name, args), output, _python_path(args))
         reports: list[dict[str, Any]] = []
         for algorithm in args.algorithm:
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None, peers: dict[str, Peer] = PEERS) -> i
     except KeyboardInterrupt:
         print("Interrupted; what was finished is kept.", file=sys.stderr)
         return 130
-    print(f"\nSaved {output}/peers.json, peers.md and peers.png")
+    print(f"Saved {', '.join(str(file) for file in sorted(output.glob('peers.*')))}")
     return 0 if all(any("fps" in run for run in report["runs"]) for report in reports) else 1
 
 
@@ -136,7 +138,8 @@ def _new_report(job: Job, peers: dict[str, Peer], args: argparse.Namespace) -> d
 def _write(reports: list[dict[str, Any]], output: Path) -> None:
     write_atomically(output / "peers.json", (json.dumps(reports, indent=2) + "\n").encode())
     write_atomically(output / "peers.md", "\n".join(map(results.markdown, reports)).encode())
-    write_atomically(output / "peers.png", results.draw(reports))
+    with contextlib.suppress(ImportError):  # a machine without matplotlib has the figures
+        write_atomically(output / "peers.png", results.draw(reports))
 
 
 def _arguments(argv: Sequence[str] | None, peers: dict[str, Peer]) -> argparse.Namespace:
