@@ -44,7 +44,8 @@ def measure(call: Sequence[str], log: Path, *, seconds: float, python_path: Sequ
     """Run until some seconds have been measured in whole updates, then end it."""
     with Training(call, log, python_path) as training:
         while not training.enough(seconds):
-            training.look()
+            if not training.look():
+                raise PeerFailedError(training.reason())
             time.sleep(SECONDS_BETWEEN_LOOKS)
         training.stop()
         return training.result()
@@ -53,8 +54,7 @@ def measure(call: Sequence[str], log: Path, *, seconds: float, python_path: Sequ
 def run_to_end(call: Sequence[str], log: Path, *, python_path: Sequence[str]) -> list[dict[str, Any]]:
     """Let a script end by itself; returns the lines of its report."""
     with Training(call, log, python_path) as training:
-        while training.process.poll() is None:
-            training.read()
+        while training.look():
             time.sleep(SECONDS_BETWEEN_LOOKS)
         training.read()
         if training.process.returncode:
@@ -97,15 +97,17 @@ class Training:
         self._kill()
         self._folder.cleanup()
 
-    def look(self) -> None:
+    def look(self) -> bool:
+        """Take in what is new; is it still running?"""
         if self.process.poll() is not None:
-            raise PeerFailedError(self.reason())
+            return False
         now = time.monotonic()
         if self.read():
             self._last_progress = now
         if now - self._last_progress > SECONDS_WITHOUT_PROGRESS:
             raise PeerFailedError(f"no update within {SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes")
         self._take_figures(now)
+        return True
 
     def read(self) -> bool:
         """Take in what was reported since the last call; was there any update?"""

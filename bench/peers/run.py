@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -66,7 +67,7 @@ PEERS = {
 def main(argv: Sequence[str] | None = None, peers: dict[str, Peer] = PEERS) -> int:
     args = _arguments(argv, peers)
     output = Path(args.output_dir)
-    (output / "logs").mkdir(parents=True, exist_ok=True)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         if args.score:
             import score
@@ -79,8 +80,15 @@ def main(argv: Sequence[str] | None = None, peers: dict[str, Peer] = PEERS) -> i
     except KeyboardInterrupt:
         print("Interrupted; what was finished is kept.", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"Saved {', '.join(str(file) for file in sorted(output.glob('peers.*')))}")
     return 0 if all(any("fps" in run for run in report["runs"]) for report in reports) else 1
+
+
+def _interrupt(*_: object) -> None:
+    """Ended like by Ctrl-C: the library that is running ends too."""
+    raise KeyboardInterrupt
 
 
 def _measure_all(reports: list[dict[str, Any]], peers: dict[str, Peer], args: argparse.Namespace, output: Path) -> None:
@@ -188,8 +196,10 @@ def _arguments(argv: Sequence[str] | None, peers: dict[str, Peer]) -> argparse.N
     )
     parser.add_argument("--episodes", type=positive, default=500, help="of --score; default: 500")
     args = parser.parse_args(argv)
-    if args.n_steps and args.n_steps * 64 % 8:
-        parser.error("--n-steps must give 8 equal minibatches")
+    try:
+        Path(args.output_dir, "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output-dir {args.output_dir} cannot be made ({error.strerror})")
     return args
 
 

@@ -48,18 +48,20 @@ def command(job: Job, precision: str, seconds: float | None, folder: Path) -> li
 
 
 def follow(process: subprocess.Popen[bytes], folder: Path, report: Report) -> None:
-    """Until it ends. Its times count from its start: the shortest delay ever seen says when that was."""
-    read, began = 0, float("inf")
+    """Pass on its metrics until it ends. Their times count from its start, which is known when the first is seen."""
+    position, began = 0, None
     while process.poll() is None:
         time.sleep(SECONDS_BETWEEN_LOOKS)
         for log in folder.glob("logs/*/metrics.jsonl"):
-            text = log.read_text()
-            lines = text[: text.rfind("\n") + 1].splitlines()
-            for line in lines[read:]:
-                values = json.loads(line)
-                began = min(began, time.monotonic() - values["time"])
+            with log.open("rb") as file:
+                file.seek(position)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            position += len(whole) + len(newline)
+            for values in map(json.loads, whole.splitlines()):
+                if began is None:
+                    began = time.monotonic() - values["time"]
+                    report.update(0, at=began)
                 report.update(values["step"], at=began + values["time"])
-            read = len(lines)
 
 
 def main() -> int:

@@ -117,6 +117,7 @@ def main() -> None:
         setting=f"{runners} env runners, local learner",
         versions=versions("ray"),
     )
+    args.report.update(0)
     while True:
         result = algorithm.train()
         args.report.update(int(result["env_runners"]["num_env_steps_sampled_lifetime"]))

@@ -94,6 +94,7 @@ def main() -> None:
         parser, _ = parse_sf_args(argv=argv)
         _, runner = make_runner(parse_full_cfg(parser, argv))
         runner.register_observer(Watch())
+        ARGS.report.update(0)
         runner.init()
         runner.run()
 
