@@ -60,6 +60,7 @@ LEAVES_A_CHILD = """
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UP", 0.2)
+    monkeypatch.setattr(measure, "SECONDS_BETWEEN_FIGURES", 0.0)
 
 
 def peer(folder: Path, name: str, text: str, algorithms: tuple[str, ...] = ("a2c",)) -> run.Peer:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from rl_cluster_benchmark.execution.workers import die_with_parent
@@ -21,7 +22,8 @@ from rl_cluster_benchmark.execution.workers import die_with_parent
 HERE = Path(__file__).resolve().parent
 WARM_UP = 5.0  # seconds of training that do not count, the first update in any case
 SECONDS_BETWEEN_LOOKS = 0.25
-SECONDS_BETWEEN_MEMORY = 2.0
+SECONDS_BETWEEN_FIGURES = 1.0  # of CPU time; looking costs CPU time itself
+SECONDS_BETWEEN_MEMORY = 4.0
 SECONDS_WITHOUT_PROGRESS = 1800.0
 SECONDS_TO_STOP = 60.0
 
@@ -66,7 +68,8 @@ class Training:
     def __init__(self, call: Sequence[str], log: Path, python_path: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="peers", ignore_cleanup_errors=True)
         self._report, self._log = Path(self._folder.name) / "report.jsonl", log
-        self._read_so_far, self._last_progress, self._next_memory = 0, time.monotonic(), 0.0
+        self._read_so_far, self._last_progress = 0, time.monotonic()
+        self._next_figures, self._next_memory = 0.0, 0.0
         self.updates: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self._cpu: list[tuple[float, float]] = []  # (time, CPU seconds so far)
@@ -106,7 +109,9 @@ class Training:
             self._last_progress = now
         if now - self._last_progress > SECONDS_WITHOUT_PROGRESS:
             raise PeerFailedError(f"no update within {SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes")
-        self._take_figures(now)
+        if now >= self._next_figures:
+            self._take_figures(now)
+            self._next_figures = now + SECONDS_BETWEEN_FIGURES
         return True
 
     def read(self) -> bool:
@@ -153,6 +158,7 @@ class Training:
 
     def stop(self) -> None:
         """Ask it to end: ours then says what it has done."""
+        self._take_figures(time.monotonic())
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS_TO_STOP)
@@ -180,7 +186,8 @@ class Training:
         )
 
     def _cpu_at(self, moment: float) -> float:
-        return min(self._cpu, key=lambda sample: abs(sample[0] - moment))[1]
+        times, spent = zip(*self._cpu, strict=True)
+        return float(np.interp(moment, times, spent))
 
     def reason(self) -> str:
         """The last thing it said."""
