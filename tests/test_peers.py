@@ -128,8 +128,8 @@ def recorded(*runs: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measured(name: str, number: int, fps: float, **changes: Any) -> dict[str, Any]:
-    outcome = measure.Measurement(fps, 10, 60.0, 2_500_000_000, 1.9, facts(**changes))
+def measured(name: str, number: int, fps: float, *, others_busy: float = 0.0, **changes: Any) -> dict[str, Any]:
+    outcome = measure.Measurement(fps, 10, 60.0, 2_500_000_000, 1.9, others_busy, facts(**changes))
     return results.record(name, number, outcome)
 
 
@@ -146,6 +146,13 @@ def test_the_table_compares_runs_of_the_same_round() -> None:
     assert "A fine CPU, 2 cores, 2026-01-02" in text
     assert "≠" not in text.replace("≠ marks", "")
     assert results.draw([report, report]).startswith(b"\x89PNG")
+
+
+def test_a_library_that_was_not_alone_is_named() -> None:
+    runs = [measured("ours", 1, 500.0), measured("ours", 2, 400.0, others_busy=0.7), measured("sb3", 1, 100.0)]
+    text = results.markdown(recorded(*runs))
+    assert "- OURS: not alone: other processes kept 0.70 cores busy" in text
+    assert "SB3: not alone" not in text
 
 
 @pytest.mark.parametrize(

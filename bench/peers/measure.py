@@ -39,6 +39,7 @@ class Measurement:
     seconds: float
     memory: int  # bytes, the most that was seen: proportional set size of the process tree
     busy_cores: float
+    others_busy: float  # cores that everything else on the machine kept busy meanwhile
     facts: dict[str, Any]  # what the script reported, with the work per environment step
 
 
@@ -72,7 +73,7 @@ class Training:
         self._next_figures, self._next_memory = 0.0, 0.0
         self.updates: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
-        self._cpu: list[tuple[float, float]] = []  # (time, CPU seconds so far)
+        self._cpu: list[tuple[float, float, float]] = []  # (time, CPU seconds so far, those of the whole machine)
         self._tree: dict[int, psutil.Process] = {}
         self._memory = 0
         env = os.environ | {
@@ -139,7 +140,8 @@ class Training:
                 spent += sum(process.cpu_times()[:4])  # its own, and of children that have ended
                 if look_at_memory:
                     memory += process.memory_full_info().pss
-        self._cpu.append((now, spent))
+        machine = psutil.cpu_times()
+        self._cpu.append((now, spent, sum(machine) - machine.idle - machine.iowait - machine.guest))
         if look_at_memory:
             self._memory = max(self._memory, memory)
             self._next_memory = now + SECONDS_BETWEEN_MEMORY
@@ -171,6 +173,7 @@ class Training:
         assert window is not None
         start, end = window
         seconds, steps = end["time"] - start["time"], end["env_steps"] - start["env_steps"]
+        busy, machine_busy = ((b - a) / seconds for a, b in zip(self._cpu_at(start), self._cpu_at(end), strict=True))
         counted = {
             "parameters": end["parameters"],
             "optimizer_steps_per_step": (end["optimizer_steps"] - start["optimizer_steps"]) / steps,
@@ -181,13 +184,15 @@ class Training:
             updates=sum(start["time"] < line["time"] <= end["time"] for line in self.updates),
             seconds=seconds,
             memory=self._memory,
-            busy_cores=(self._cpu_at(end["time"]) - self._cpu_at(start["time"])) / seconds,
+            busy_cores=busy,
+            others_busy=max(0.0, machine_busy - busy),
             facts=counted | self.facts,
         )
 
-    def _cpu_at(self, moment: float) -> float:
-        times, spent = zip(*self._cpu, strict=True)
-        return float(np.interp(moment, times, spent))
+    def _cpu_at(self, line: dict[str, Any]) -> tuple[float, float]:
+        """CPU seconds of the library, and of the machine, at an update."""
+        times, spent, machine = zip(*self._cpu, strict=True)
+        return float(np.interp(line["time"], times, spent)), float(np.interp(line["time"], times, machine))
 
     def reason(self) -> str:
         """The last thing it said."""

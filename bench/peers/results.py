@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 OURS = "ours"
 TOLERANCE = 0.05  # of counts per environment step: episodes end, batches are rounded
+QUIET = 0.05  # of the machine's cores may be busy with something else
 Row = dict[str, Any]
 
 
@@ -72,6 +73,7 @@ def rows(report: dict[str, Any]) -> list[Row]:
                 "ours_over_it": statistics.median(ratios) if ratios else None,
                 "memory": max(run["memory"] for run in good),
                 "busy_cores": statistics.median(run["busy_cores"] for run in good),
+                "others_busy": max(run["others_busy"] for run in good),
                 "facts": facts,
                 "differs": differences(facts, job),
                 "failures": [run["failed"] for run in runs if "failed" in run],
@@ -99,7 +101,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"## {job.algorithm.upper()}: {job.num_envs} environments x {job.n_steps} steps, {job.epochs} epochs, "
         f"batches of {job.batch_size:,}",
         f"{report['machine']['cpu']}, {cores} cores, {report['date']}, {report['seconds']:g} s or one update each, "
-        f"{report['rounds']} rounds; ≠ marks work that differs from the job's.",
+        f"rounds: {report['rounds']}; ≠ marks work that differs from the job's.",
         "",
         *_table(speed),
         "",
@@ -110,7 +112,12 @@ def markdown(report: dict[str, Any]) -> str:
     failed = [f"- {titles[row['peer']]}: not measured: {row['failed']}" for row in rows(report) if "failed" in row]
     failed += [f"- {titles[row['peer']]}: one run failed: {why}" for row in measured for why in row["failures"]]
     failed += [f"- {titles[peer]}: not measured: {why}" for peer, why in report["left_out"].items()]
-    return "\n".join([*lines, *failed]) + "\n"
+    disturbed = [
+        f"- {titles[row['peer']]}: not alone: other processes kept {row['others_busy']:.2f} cores busy. Measure again."
+        for row in measured
+        if row["others_busy"] > QUIET * cores
+    ]
+    return "\n".join([*lines, *failed, *disturbed]) + "\n"
 
 
 def _work_cells(facts: dict[str, Any], differs: list[str]) -> list[str]:

@@ -119,8 +119,9 @@ def main() -> None:
     )
     args.report.update(0)
     while True:
-        result = algorithm.train()
-        args.report.update(int(result["env_runners"]["num_env_steps_sampled_lifetime"]))
+        sampled = algorithm.train()["env_runners"].get("num_env_steps_sampled_lifetime", 0)
+        if sampled > 0:  # IMPALA may come back before anything has arrived
+            args.report.update(int(sampled))
 
 
 if __name__ == "__main__":
