@@ -12,7 +12,7 @@ QUICK := env.num_envs=32 training.n_steps=32 training.batch_size=256 training.n_
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench clean
+.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-27s %s\n", $$1, $$2}'
@@ -116,6 +116,9 @@ docs: venv/.installed ## write docs/configuration.md anew from the config model
 
 bench: venv/.installed ## measure what the memory layout brings on this machine
 	$(BIN)/python bench/memory_format.py $(ARGS)
+
+bench-peers: venv/.installed ## the same job in Stable-Baselines3, CleanRL's setting, Sample Factory, RLlib and torchrl
+	$(BIN)/python bench/peers --output-dir $(OUT)/peers $(ARGS)
 
 clean: ## remove venv/ and caches; runs stay
 	rm -rf venv .pytest_cache .mypy_cache .ruff_cache build dist

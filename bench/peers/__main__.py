@@ -1,0 +1,7 @@
+"""`python bench/peers` is `python bench/peers/run.py`."""
+
+import sys
+
+from run import main
+
+sys.exit(main())
