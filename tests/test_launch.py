@@ -1,5 +1,6 @@
 """`rlcb launch`: what can run on any machine. The real engines are driven by cluster_tests (make test-cluster)."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import pytest
 from conftest import rlcb
 from test_distributed import FOREVER, TINY, metrics, summary
 
+from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.cluster.launch import jobs
 from rl_cluster_benchmark.cluster.launch.command import TrainCommand
+from rl_cluster_benchmark.cluster.launch.local import shared_cores
 from rl_cluster_benchmark.cluster.launch.slurm import Slurm
 from rl_cluster_benchmark.cluster.launch.ssh import Host, read_hosts
 from rl_cluster_benchmark.config import Config
@@ -68,6 +71,21 @@ def test_a_signal_to_the_launcher_ends_all(launched, tmp_path):
     assert summary(output)["state"] == "interrupted"
     _, alive = psutil.wait_procs(everybody, timeout=5)
     assert not alive
+
+
+def test_nodes_on_one_machine_share_its_cores(monkeypatch):
+    machine = dataclasses.replace(hardware.detect(), usable_cores=8)
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+
+    def words(algorithm, **sections):
+        return " ".join(shared_cores(Config.model_validate({"algorithm": algorithm} | sections), 2))
+
+    assert words("ppo") == "--workers-per-node 4"
+    assert words("ppo", parallel={"num_workers": 3}) == ""
+    assert words("impala").startswith("--set impala.num_actors=2 --set impala.num_learners=2 ")
+    assert "num_actors=1 --set impala.num_learners=3 " in words("impala", impala={"num_learners": 3})
+    assert "num_actors=3 --set impala.num_learners=1 " in words("impala", parallel={"num_workers": 3})
+    assert "num_actors=5 --set impala.num_learners=1 " in words("impala", impala={"num_actors": 5})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from rl_cluster_benchmark.cluster.launch.command import TrainCommand, interprete
 from rl_cluster_benchmark.cluster.launch.processes import Lines, LocalProcess, NodeProcess
 from rl_cluster_benchmark.cluster.launch.supervise import supervise
 from rl_cluster_benchmark.cluster.network import free_port
+from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.run.stop import Signals
 
 LOOPBACK = "127.0.0.1"
@@ -19,15 +20,7 @@ LOOPBACK = "127.0.0.1"
 class LocalEngine:
     def __init__(self, command: TrainCommand, num_nodes: int) -> None:
         self.command = command
-        # The nodes share the cores; each would take all of them.
-        share = max(1, hardware.detect().usable_cores // num_nodes)
-        config, learners = command.config, []
-        if config.algorithm == "impala":
-            acting = max(1, share // 2)
-            learners = ["--set", f"impala.num_learners={max(1, share - acting)}"]
-            share = acting
-        is_set = config.parallel.num_workers or config.impala.num_actors
-        self._workers = [] if is_set else ["--workers-per-node", str(share), *learners]
+        self._workers = shared_cores(command.config, num_nodes)
 
     def available(self, wanted: int) -> int:
         return wanted
@@ -43,6 +36,20 @@ class LocalEngine:
             LocalProcess(f"node {rank}", [interpreter(None), *call, *self._workers], lines, environ)
             for rank, call in enumerate(calls)
         ]
+
+
+def shared_cores(config: Config, num_nodes: int) -> list[str]:
+    """Arguments of a node that shares this machine's cores with others: by itself, each would take all of them."""
+    share, workers = max(1, hardware.detect().usable_cores // num_nodes), config.parallel.num_workers
+    if config.algorithm != "impala":
+        return [] if workers else ["--workers-per-node", str(share)]
+    actors, learners = config.impala.num_actors, config.impala.num_learners
+    if not isinstance(actors, int):
+        actors = workers or max(1, share - learners if isinstance(learners, int) else share // 2)
+    if not isinstance(learners, int):
+        learners = max(1, share - actors)
+    settings = {"impala.num_actors": actors, "impala.num_learners": learners, "parallel.pin": "never"}
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
 def launch(command: TrainCommand, num_nodes: int, signals: Signals) -> int:
