@@ -340,9 +340,10 @@ def test_one_machine_with_one_worker_of_a3c_is_a2c(tmp_path):
 
 
 @pytest.mark.cluster
-def test_time_and_replay(tmp_path):
+def test_time_replay_and_compression(tmp_path):
     replay = ("--set", "impala.replay_fraction=0.5", "--set", "impala.replay_size=40")
-    train(tmp_path, *replay, "--duration", 2 / 3600, algorithm="impala", timesteps=FOREVER)
+    compression = ("--set", "cluster.compression=bfloat16")
+    train(tmp_path, *replay, *compression, "--duration", 2 / 3600, algorithm="impala", timesteps=FOREVER)
     assert summary(tmp_path)["duration_hours"] * 3600 == pytest.approx(2, abs=1.5)
     assert summary(tmp_path)["state"] == "finished"
 
