@@ -53,7 +53,7 @@ FLAGS: dict[str, tuple[str, str, str]] = {
     "--num-workers": (
         "parallel.num_workers",
         "N",
-        "worker processes (IMPALA: actors), machines in distributed mode",
+        "worker processes (IMPALA: actors), auto: one per core; machines in distributed mode",
     ),
     "--num-nodes": ("cluster.num_workers", "N", "machines that take part (distributed mode)"),
     "--workers-per-node": ("parallel.num_workers", "N", "worker processes on each machine (distributed mode)"),

@@ -236,8 +236,8 @@ class ImpalaConfig(Section):
 class ParallelConfig(Section):
     """Parallel mode: worker processes on one machine (for IMPALA, its actors)."""
 
-    num_workers: Int | None = Field(
-        None, ge=1, le=MAX_THREADS, description="Worker processes; null is one per physical core."
+    num_workers: Annotated[Int | None, BeforeValidator(lambda value: None if value == "auto" else value)] = Field(
+        None, ge=1, le=MAX_THREADS, description="Worker processes; null or auto is one per physical core."
     )
     num_envs_per_worker: Int | None = Field(
         None, ge=1, description="Environments of each worker; null shares env.num_envs among the workers."

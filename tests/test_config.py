@@ -267,6 +267,11 @@ def test_a_number_of_workers_replaces_a_presets_split_of_the_cores(capsys):
     assert (config.impala.num_actors, config.parallel.num_workers) == (None, 3)
 
 
+def test_workers_auto_is_one_per_core(capsys):
+    assert main(["config", "--mode", "parallel", "--num-workers", "auto"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["parallel"]["num_workers"] is None
+
+
 def test_the_printed_config_has_the_environments_of_all_workers(capsys):
     assert main(["config", "--config", "ppo_parallel_ryzen7", "--num-workers", "3", "--batch-size", "1024"]) == 0
     assert Config.model_validate(yaml.safe_load(capsys.readouterr().out)).env.num_envs == 3 * 16
