@@ -1,6 +1,6 @@
 """The same job in other libraries and in this project, one after the other on the same cores.
 
-    make bench-peers                                           # everything: hours; docs/performance.md says how many
+    make bench-peers                                           # everything: about an hour on 2 cores
     python bench/peers --only ours,sb3 --algorithm ppo         # some of it
     python bench/peers --n-steps 32 --seconds 15               # short rollouts: a first impression in minutes
     python bench/peers --score --seconds 1800                  # who plays better after the same time of training

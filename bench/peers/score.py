@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ class Score:
 def main(
     args: argparse.Namespace, call_of: Callable[[str], list[str]], output: Path, python_path: Sequence[str]
 ) -> int:
-    found: dict[str, Any] = {"seconds": args.seconds, "players": {}}
+    machine = hardware.detect()
+    found: dict[str, Any] = {
+        "seconds": args.seconds,
+        "date": date.today().isoformat(),
+        "machine": {"cpu": machine.cpu_model, "cores": machine.usable_cores},
+        "players": {},
+    }
     for name, title in PLAYERS.items():
         print(f"{title}: training PPO for {args.seconds:g} s ...", flush=True)
         network = output / f"score_{name}.pt"
@@ -53,10 +60,14 @@ def main(
             print(f"  failed: {error}", flush=True)
             found["players"][name] = {"failed": str(error)}
             continue
+        if not lines or not network.is_file():
+            found["players"][name] = {"failed": "no update in that time"}
+            print("  no update in that time; train for longer", flush=True)
+            continue
         result = evaluate(name, network, args.episodes)
-        steps = lines[-1]["env_steps"] if lines else 0
-        found["players"][name] = {"env_steps": steps, **vars(result)}
-        print(f"  {steps:,} env steps; {_text(result)}", flush=True)
+        steps, seconds = lines[-1]["env_steps"], lines[-1]["time"] - lines[0]["time"]
+        found["players"][name] = {"env_steps": steps, "trained_seconds": seconds, **vars(result)}
+        print(f"  {steps:,} env steps in {seconds:,.0f} s; {_text(result)}", flush=True)
     write_atomically(output / "score.json", (json.dumps(found, indent=2) + "\n").encode())
     print(f"Saved {output}/score.json")
     return 1 if any("failed" in player for player in found["players"].values()) else 0

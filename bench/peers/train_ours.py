@@ -80,17 +80,18 @@ def main() -> int:
         follow(process, folder, args.report)
         if process.returncode not in (0, 128 + signal.SIGTERM):
             return process.returncode or 1
-        tell(job, folder, args.report)
+        saved = next(folder.glob("checkpoints/*.pt"))  # the only one: at its end
+        tell(job, folder, saved, args.report)
         if args.save is not None:
-            shutil.copy(next(folder.glob("checkpoints/*_final.pt")), args.save)
+            shutil.copy(saved, args.save)
     return 0
 
 
-def tell(job: Job, folder: Path, report: Report) -> None:
+def tell(job: Job, folder: Path, saved: Path, report: Report) -> None:
     """What the run itself has counted and used."""
     from rl_cluster_benchmark.run import checkpoint
 
-    state = checkpoint.load(next(folder.glob("checkpoints/*_final.pt")))
+    state = checkpoint.load(saved)
     summary = json.loads((folder / "training_summary.json").read_text())
     env = state["config"]["env"]
     steps, optimizer_steps = state["progress"]["steps"], int(state["algorithm"]["optimizer"]["steps"])

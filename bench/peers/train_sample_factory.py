@@ -64,10 +64,10 @@ def options(train_dir: str) -> list[str]:
     chosen = {
         "algo": "APPO", "env": "coinrun", "experiment": "peers", "train_dir": train_dir, "device": "cpu",
         "num_workers": WORKERS, "num_envs_per_worker": 1, "worker_num_splits": 1, "batched_sampling": True,
-        "async_rl": JOB.algorithm == "impala", "serial_mode": False, "with_vtrace": JOB.algorithm == "impala",
+        "async_rl": JOB.algorithm == "impala", "serial_mode": False,
         "rollout": JOB.n_steps, "batch_size": JOB.batch_size, "num_epochs": JOB.epochs,
         "num_batches_per_epoch": 1 if JOB.algorithm == "impala" else JOB.minibatches, "shuffle_minibatches": True,
-        "use_rnn": False, "recurrence": JOB.n_steps if JOB.algorithm == "impala" else 1,
+        "use_rnn": False, "recurrence": 1, "with_vtrace": False,  # V-trace fails in 2.1.1
         "encoder_conv_architecture": "resnet_impala", "encoder_conv_mlp_layers": 256, "nonlinearity": "relu",
         "obs_scale": 255.0, "normalize_input": False, "normalize_returns": False, "reward_scale": 1.0,
         "gamma": JOB.gamma, "gae_lambda": JOB.gae_lambda, "ppo_clip_ratio": JOB.clip,
