@@ -106,13 +106,13 @@ def evaluate(
     screen: Screen | None = None,
 ) -> Result:
     """The agent of a checkpoint's state, or with None a policy that picks actions at random."""
-    plan = hardware.compiled(config, hardware.plan(config))
+    plan = _plan(config)
     num_envs = min(num_episodes, MAX_ENVS)
     env_config = config.env.model_copy(update={"seed": seed})
     env = make_env(
         env_config,
         range(num_envs),
-        num_threads=plan.num_threads,
+        num_threads=hardware.plan(config).num_threads,
         levels=levels,
         incarnation=EVALUATION,
     )
@@ -134,6 +134,13 @@ def evaluate(
         deterministic=deterministic,
         env=config.env.name,
     )
+
+
+def _plan(config: Config) -> hardware.Plan:
+    """Where the network is there in C, one thread of it acts faster than a few of torch's."""
+    on_one_thread = configs.build(configs.to_dict(config), {"hardware.num_threads": 1}, source="evaluation")
+    plan = hardware.compiled(config, hardware.plan(on_one_thread))
+    return plan if plan.engine == "native" else hardware.compiled(config, hardware.plan(config))
 
 
 def trained_policy(config: Config, state: dict[str, Any], env: VectorEnv, plan: hardware.Plan) -> Policy:
