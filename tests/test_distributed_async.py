@@ -349,6 +349,19 @@ def test_time_replay_and_compression(tmp_path):
 
 
 @pytest.mark.cluster
+def test_machines_may_differ(tmp_path):
+    """The second has more learners than its environments would need: it takes what there is."""
+    own = (("impala.num_actors=2", "impala.num_learners=1"), ("impala.num_actors=1", "impala.num_learners=2"))
+
+    def settings(rank):
+        return [word for key in own[rank] for word in ("--set", key)]
+
+    train(tmp_path, "--num-envs", 6, "--batch-size", 6 * 32, *EVERY_UPDATE, algorithm="impala", each=settings)
+    result = check_continuous(tmp_path, "impala")
+    assert (result["num_workers"], result["num_learners"], result["num_envs"]) == (3, 3, 6)
+
+
+@pytest.mark.cluster
 def test_nan_on_any_machine_stops_all(nodes, tmp_path):
     nodes.start(tmp_path / "run", "--learning-rate", "1e38", algorithm="a3c", timesteps=FOREVER)
     for status, text in nodes.ends(timeout=60):
