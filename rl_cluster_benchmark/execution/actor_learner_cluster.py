@@ -79,16 +79,9 @@ class ActorLearnerMachine:
             self.cluster, self.config, council, shared.flags, self.progress["steps"],
             look=look, start=start, times=self.times,
         )  # fmt: skip
-
-        def hear_worker(rank: int, kind: str, content: Any) -> None:
-            if self.cluster.is_head:
-                hear(0, kind, content)
-            else:
-                council.report(kind, content)
-
         args, num_processes = (shared, self.progress, 0), plan.num_learners + plan.num_workers
         with WorkerPool(actor_learner.work, num_processes, args, plan.cores, self.replace) as pool:
-            machine.run(pool, hear_worker)
+            machine.run(pool, hear)
 
     def counts(self) -> list[float]:
         """Machines that take their steps together know each other's."""

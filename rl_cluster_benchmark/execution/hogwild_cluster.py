@@ -98,17 +98,10 @@ class HogwildMachine:
             self.cluster, config, council, self.shared, progress["steps"],
             look=look, start=start, times=self.shared["times"].tolist,
         )  # fmt: skip
-
-        def hear_worker(rank: int, kind: str, content: Any) -> None:
-            if self.cluster.is_head:
-                hear(0, kind, content)
-            else:
-                council.report(kind, content)
-
         shards = seat.own(deal(config.env.num_envs, seat.total_workers), plan.num_workers)
         args = (config, plan, shards, self.shared, checkpoint, progress, self.cluster.is_head)
         with WorkerPool(hogwild.work, plan.num_workers, args, plan.cores) as pool:
-            machine.run(pool, hear_worker)
+            machine.run(pool, hear)
 
     def counts(self) -> list[float]:
         counters, returns = self.shared["counters"].sum(0), self.shared["returns"].sum(0)

@@ -44,7 +44,7 @@ class Machine:
         self._first_is_done, self._told_at = False, 0.0
 
     def run(self, pool: WorkerPool, hear: Callable[[int, str, Any], None]) -> None:
-        """Until all workers of all machines have ended; `hear` gets what the workers here say.
+        """Until all workers of all machines have ended. What those here say goes to the head, there to `hear`.
 
         The first of them says that it is done when nothing is left to do but to save, and ends once that is true of all
         machines; the others just end.
@@ -67,8 +67,10 @@ class Machine:
                     started.add(rank)
                 elif kind == "done":
                     self._first_is_done = True
+                elif self.cluster.is_head:
+                    hear(0, kind, content)
                 else:
-                    hear(rank, kind, content)
+                    self.council.report(kind, content)
         except LostContactError as error:
             raise self.cluster.membership.explain(error) from None
 
