@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from job import NORMALISED, NUM_LEVELS, Job, Report, arguments
+from job import NORMALISED, NUM_LEVELS, RAW, Job, Report, arguments
 from rl_cluster_benchmark.execution.workers import die_with_parent
 
 PRESETS = {"ppo": "ppo_procgen_paper", "a2c": "a2c_parallel", "impala": "impala_procgen"}
@@ -81,29 +81,36 @@ def main() -> int:
         if process.returncode not in (0, 128 + signal.SIGTERM):
             return process.returncode or 1
         saved = next(folder.glob("checkpoints/*.pt"))  # the only one: at its end
-        tell(job, folder, saved, args.report)
+        tell(folder, saved, args.report)
         if args.save is not None:
             shutil.copy(saved, args.save)
     return 0
 
 
-def tell(job: Job, folder: Path, saved: Path, report: Report) -> None:
+def tell(folder: Path, saved: Path, report: Report) -> None:
     """What the run itself has counted and used."""
     from rl_cluster_benchmark.run import checkpoint
 
     state = checkpoint.load(saved)
     summary = json.loads((folder / "training_summary.json").read_text())
-    env = state["config"]["env"]
+    env, training = state["config"]["env"], state["config"]["training"]
+    game = env["name"].removeprefix("procgen-").removesuffix("-v0")
+    learners = summary["num_learners"]
+    processes = (
+        f"actors: {summary['num_workers']}, learners: {learners}" if learners else f"workers: {summary['num_workers']}"
+    )
     steps, optimizer_steps = state["progress"]["steps"], int(state["algorithm"]["optimizer"]["steps"])
     report.facts(
         parameters=sum(tensor.numel() for tensor in state["model"].values()),
         optimizer_steps_per_step=optimizer_steps / steps,
-        samples_per_step=optimizer_steps * job.batch_size / steps,  # with the frames after resets, which are masked
+        samples_per_step=optimizer_steps
+        * training["batch_size"]
+        / steps,  # with the frames after resets, which are masked
         num_envs=env["num_envs"],
-        levels=f"coinrun {env['distribution_mode']}, {env['num_levels']} from {env['start_level']}",
-        reward=NORMALISED if state["config"]["training"]["normalize_reward"] else "raw",
+        levels=f"{game} {env['distribution_mode']}, {env['num_levels']} from {env['start_level']}",
+        reward=NORMALISED if training["normalize_reward"] else RAW,
         precision=summary["precision"],
-        setting=f"{summary['num_workers']} workers, {summary['engine']} network",
+        setting=f"{processes}, {summary['engine']} network",
         versions=summary["versions"],
     )
 
