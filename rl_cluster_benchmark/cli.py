@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli_analysis import add_analysis_commands
+from rl_cluster_benchmark.cli_checkpoint import add_checkpoint_command
 from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_scaling(commands)
     add_analysis_commands(commands)
+    add_checkpoint_command(commands)
 
     doctor = commands.add_parser(
         "doctor", help="check that everything needed is there", description="Check the machine."

@@ -105,7 +105,7 @@ def build_algorithm(
     )
     if checkpoint is not None:
         load_weights(model, checkpoint)
-        algorithm.load_state_dict(checkpoint["algorithm"])
+        load_optimizer(algorithm, checkpoint)
     return model, algorithm
 
 
@@ -144,4 +144,14 @@ def load_weights(model: ActorCritic, checkpoint: dict[str, Any]) -> None:
         raise UserError(
             "The checkpoint's weights do not fit this network; leave model.* and the environment as they were in "
             f"training (model: {checkpoint['config']['model']}, env: {checkpoint['config']['env']['name']})."
+        ) from None
+
+
+def load_optimizer(algorithm: PPO | A2C | Impala, checkpoint: dict[str, Any]) -> None:
+    try:
+        algorithm.load_state_dict(checkpoint["algorithm"])
+    except (RuntimeError, KeyError):
+        raise UserError(
+            "The checkpoint's optimiser state does not fit: leave training.optimizer as it was "
+            f"({checkpoint['config']['training']['optimizer']})."
         ) from None

@@ -54,6 +54,7 @@ class Run:
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
         self.asynchrony = Asynchrony()
+        self.bad_numbers: dict[str, float] = {}  # what was NaN or infinite, and how often
         self.steps = self.updates = 0
         self.peak_memory = 0
         self.peak_worker_memory = 0  # of the largest worker process
@@ -228,6 +229,7 @@ class Run:
             "peak_memory": self.peak_memory,
             "episodes": self.episodes.state_dict(),
             "asynchrony": self.asynchrony.state_dict(),
+            "bad_numbers": dict(self.bad_numbers),
             # Every random stream is named by the seed and the number of the update (see seeding.py).
             "random_state": {"seed": self.config.env.seed, "next_update": self.updates},
         }
@@ -238,8 +240,8 @@ class Run:
         self.last_update_at = state["elapsed"]
         self.clock.seconds |= state["phase_seconds"]
         self.episodes.load_state_dict(state["episodes"])
-        if "asynchrony" in state:  # checkpoints of versions without it
-            self.asynchrony.load_state_dict(state["asynchrony"])
+        self.asynchrony.load_state_dict(state["asynchrony"])
+        self.bad_numbers = dict(state["bad_numbers"])
 
     def _read_memory(self) -> None:
         sizes = memory_in_use()
