@@ -134,6 +134,7 @@ def agree_on_work(
 
 def _follow(cluster: Cluster) -> int:
     from rl_cluster_benchmark.execution import several_machines
+    from rl_cluster_benchmark.execution.watchdog import limit_of, watched
 
     label = cluster.label(cluster.rank)
     with _limited(cluster.join_timeout + SECONDS_BEYOND, "The head did not say what to do."):
@@ -146,7 +147,8 @@ def _follow(cluster: Cluster) -> int:
     with _received_checkpoint(cluster, work["chunks"]) as path:
         cluster.publish(f"ready/{cluster.rank}", True)
         print(f"{label}: {cluster.nodes[cluster.rank].processes}, the head is {cluster.nodes[0].name}", flush=True)
-        several_machines.of(config).follow(cluster, config, plan, path, work["progress"])
+        with watched(limit_of(config), is_parent=True):
+            several_machines.of(config).follow(cluster, config, plan, path, work["progress"])
     print(f"{label}: {'stopped by a signal' if cluster.signals.received else 'finished'}", flush=True)
     return 0 if cluster.signals.received is None else 128 + cluster.signals.received
 

@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.checkpoint_format import all_finite
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 
@@ -37,7 +36,7 @@ def verify(paths: list[Path]) -> int:
             bad += 1
             print(f"BAD   {error}")
             continue
-        if not is_finite(state["model"]) or not is_finite(state["algorithm"]):
+        if not all_finite(state["model"]) or not all_finite(state["algorithm"]):
             bad += 1
             print(f"BAD   {file}: it holds NaN or infinite weights.")
             continue
@@ -74,19 +73,8 @@ def describe(path: Path) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in state["model"].values()),
         "observations": state["observation_shape"],
         "actions": state["num_actions"],
-        "finite": is_finite(state["model"]) and is_finite(state["algorithm"]),
+        "finite": all_finite(state["model"]) and all_finite(state["algorithm"]),
     }
-
-
-def is_finite(value: Any) -> bool:
-    """No NaN and no infinity in the numbers and tensors of a checkpoint's state."""
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() or bool(value.isfinite().all())
-    if isinstance(value, dict):
-        return all(is_finite(inner) for inner in value.values())
-    if isinstance(value, list | tuple):
-        return all(is_finite(inner) for inner in value)
-    return not isinstance(value, float) or value - value == 0
 
 
 def _files(path: Path) -> list[Path]:
