@@ -93,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        if "null byte" not in str(error):
+            raise
+        print("error: A path holds a NUL byte, which no file name can.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -19,6 +19,8 @@ FORMAT_VERSION = 2
 MAX_BYTES = 4 << 30
 MAX_DESCRIPTION = 16 << 20  # bytes that say what is in it, the tensors' numbers aside
 MAX_NAMES = 10_000
+PROTOCOL = 2  # of pickle, as torch.save writes it
+NAMING = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")  # other ways to name a thing
 
 ALLOWED = frozenset(
     {"torch._utils _rebuild_tensor_v2", "collections OrderedDict"}
@@ -58,7 +60,7 @@ def _check_names(description: bytes) -> None:
         for operation, argument, _ in pickletools.genops(description):
             if operation.name == "GLOBAL":
                 named.add(argument)
-            elif operation.name in ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
+            elif operation.name in NAMING or (operation.name == "PROTO" and argument != PROTOCOL):
                 named.add(operation.name)
     except Exception:  # whatever a hostile file makes the parser throw
         raise FormatError("is not a checkpoint of this program") from None
