@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import resource
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,10 @@ from rl_cluster_benchmark.run import checkpoint, metrics
 from rl_cluster_benchmark.run.checkpoint_format import check_archive
 
 COUNT = int(os.environ.get("RLCB_FUZZ", "300"))
+EACH = 10  # inputs from one of hypothesis's examples: itself, and the rest with some bytes of it changed
 MAX_GROWTH = 500 << 10  # KiB of memory that all inputs of a kind together may add
 fuzz = settings(
-    max_examples=COUNT, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=-(-COUNT // EACH), deadline=None, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.generate, Phase.shrink], print_blob=True,
 )  # fmt: skip
 
@@ -107,15 +110,20 @@ values = st.recursive(
 )
 
 
-@st.composite
-def damaged(draw, good: bytes) -> bytes:
-    """Some bytes of a good file replaced, removed, repeated or added."""
-    data = bytearray(good)
-    for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, len(data)))
-        end = min(len(data), start + draw(st.sampled_from([0, 1, 1, 4, 50])))
-        data[start:end] = draw(st.binary(max_size=8) | st.just(bytes(data[start:end]) * 2))
-    return bytes(data)
+def variants(content: bytes, seed: int) -> Iterator[bytes]:
+    """It, and some in which bytes are replaced, removed, repeated or added."""
+    yield content
+    generator = random.Random(seed)
+    for _ in range(EACH - 1):
+        data = bytearray(content)
+        for _ in range(generator.randint(1, 4)):
+            start = generator.randint(0, len(data))
+            end = min(len(data), start + generator.choice([0, 1, 1, 4, 50]))
+            data[start:end] = generator.choice([generator.randbytes(generator.randint(0, 8)), data[start:end] * 2])
+        yield bytes(data)
+
+
+seeds = st.integers(0, 2**32)
 
 
 # Configs
@@ -167,12 +175,13 @@ def settings_files(draw) -> bytes:
 
 
 @fuzz
-@given(st.binary(max_size=200) | damaged(SHORT) | settings_files() | HOSTILE.map(str.encode))
-def test_configs(tmp_path_factory, content):
+@given(st.binary(max_size=200) | st.just(SHORT) | settings_files() | HOSTILE.map(str.encode), seeds)
+def test_configs(tmp_path_factory, content, seed):
     file = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
-    file.write_bytes(content)
-    result = outcome(lambda: configs.load(file))
-    assert result is None or isinstance(result, Config)
+    for variant in variants(content, seed):
+        file.write_bytes(variant)
+        result = outcome(lambda: configs.load(file))
+        assert result is None or isinstance(result, Config)
 
 
 # Checkpoints
@@ -241,24 +250,35 @@ def odd_states(draw) -> bytes:
                 del inside[path[-1]]
             else:
                 inside[path[-1]] = draw(values | tensors)
-    return sealed(checkpoint.pack(state))
+    return checkpoint.pack(state)
 
 
-GOOD_DESCRIPTION = zipfile.ZipFile(io.BytesIO(ARCHIVE)).read(DESCRIPTION)
+def description_of(archive: bytes) -> bytes:
+    return zipfile.ZipFile(io.BytesIO(archive)).read(DESCRIPTION)
+
+
+GOOD_DESCRIPTION = description_of(ARCHIVE)
 
 
 checkpoint.parse(sealed(ARCHIVE), Path("good.pt"))  # torch imports what it needs
 
 
 @fuzz
-@given(
-    st.binary(max_size=100)
-    | damaged(sealed(ARCHIVE))
-    | damaged(ARCHIVE).map(sealed)
-    | damaged(GOOD_DESCRIPTION).map(repacked).map(sealed)
-    | odd_states()
-)
-def test_checkpoints(content):
+@given(st.binary(max_size=100) | st.just(ARCHIVE) | odd_states(), seeds)
+def test_checkpoints(content, seed):
+    """Archives with a right and with a wrong checksum; and archives that are whole, but for what describes them."""
+    for number, variant in enumerate(variants(content, seed)):
+        read_checkpoint(variant if number == 1 else sealed(variant))
+
+
+@fuzz
+@given(st.just(GOOD_DESCRIPTION) | odd_states().map(description_of), seeds)
+def test_descriptions_in_checkpoints(content, seed):
+    for variant in variants(content, seed):
+        read_checkpoint(sealed(repacked(variant)))
+
+
+def read_checkpoint(content):
     result = outcome(lambda: checkpoint.parse(content, Path("fuzzed.pt")))
     if result is not None:
         assert result["progress"]["steps"] >= 0
@@ -279,7 +299,7 @@ LINE = json.dumps({"step": 512, "time": 1.5, "update": 1, "charts/SPS": 341.0, "
 numbers = st.integers() | st.floats() | st.sampled_from([10**400, -1, 0])
 lines = st.one_of(
     st.binary(max_size=60),
-    damaged(LINE),
+    st.just(LINE),
     st.dictionaries(
         st.sampled_from(["step", "time", "update", "charts/SPS", "losses/x", "other"]) | st.text(max_size=5),
         numbers | values,
@@ -291,15 +311,16 @@ lines = st.one_of(
 
 
 @fuzz
-@given(st.lists(lines, max_size=6).map(b"\n".join), st.integers(-5, 600))
-def test_metrics(tmp_path_factory, content, update):
+@given(st.lists(lines, max_size=6).map(b"\n".join), seeds)
+def test_metrics(tmp_path_factory, content, seed):
     file = tmp_path_factory.getbasetemp() / "fuzzed.jsonl"
-    file.write_bytes(content)
-    series = outcome(lambda: read_series(file))
-    assert {len(column) for column in series.values()} == {len(series["step"])}
-    assert all(len(column[column != column]) == 0 for name, column in series.items() if name in metrics.KEYS)
-    with reading():
-        found = metrics.read_lines(file)
-        metrics.cut_after(file, update)
-        kept = metrics.read_lines(file)
-    assert len(kept) == sum(line["update"] <= update for line in found)
+    for variant in variants(content, seed):
+        file.write_bytes(variant)
+        series = outcome(lambda: read_series(file))
+        assert {len(column) for column in series.values()} == {len(series["step"])}
+        assert all(len(column[column != column]) == 0 for name, column in series.items() if name in metrics.KEYS)
+        with reading():
+            found = metrics.read_lines(file)
+            metrics.cut_after(file, seed % 600)
+            kept = metrics.read_lines(file)
+        assert len(kept) == sum(line["update"] <= seed % 600 for line in found)

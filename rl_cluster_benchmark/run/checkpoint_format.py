@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 FORMAT_VERSION = 2
 MAX_BYTES = 4 << 30
@@ -70,20 +70,41 @@ def _check_names(description: bytes) -> None:
 
 # What a run writes
 
-Count = Annotated[int, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Names = Annotated[dict[str, torch.Tensor], Field(max_length=MAX_NAMES)]
+Numbers = Annotated[list[Number], Field(max_length=MAX_NAMES)]
+
+
+def _as_large_as_it_claims(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor can claim to be of any size by repeating one number."""
+    if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise ValueError("claims more numbers than it has")
+    return tensor
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """What YAML can write: a config holds nothing else, and not much of it."""
+    found: list[Any] = [config]
+    for value in found:  # grows as it goes
+        if len(found) > MAX_NAMES or not isinstance(value, dict | list | str | int | float | None):
+            raise ValueError("is no config")
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return config
+
+
+Tensor = Annotated[torch.Tensor, AfterValidator(_as_large_as_it_claims)]
+Names = Annotated[dict[str, Tensor], Field(max_length=MAX_NAMES)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, strict=True)  # strict: else a tensor counts as a list
 
 
 class _Episodes(_Part):
     count: Count
-    first: list[Number]
-    last: list[Number]
-    last_lengths: list[Number]
+    first: Numbers
+    last: Numbers
+    last_lengths: Numbers
     best: Number | None
 
 
@@ -121,12 +142,12 @@ class _Algorithm(_Part):
 
 
 class _Checkpoint(_Part):
-    config: Annotated[dict[str, Any], Field(max_length=100)]
+    config: Annotated[dict[str, Any], Field(max_length=100), AfterValidator(_plain)]
     model: Names
     algorithm: _Algorithm
     progress: _Progress
     observation_shape: Annotated[list[Count], Field(min_length=1, max_length=8)]
-    num_actions: Annotated[int, Field(ge=1, strict=True)]
+    num_actions: Annotated[int, Field(ge=1)]
 
 
 def upgraded(state: Any) -> dict[str, Any]:
