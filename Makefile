@@ -30,7 +30,7 @@ test-cluster: venv/.installed ## the tests on real engines: hosts, SSH, torchrun
 
 test-faults: venv/.installed ## kill runs of every mode 300 times, and all other faults: ARGS="--kills 300 --seed 1" (about half an hour)
 	$(BIN)/python tests/faults/kills.py $(ARGS)
-	RLCB_FAULTS=long $(BIN)/python -m pytest tests/faults
+	RLCB_FAULTS=long $(BIN)/python -m pytest -m 'long or not long' tests/faults
 
 fuzz: venv/.installed ## 100,000 made-up configs, checkpoints and logs each
 	RLCB_FUZZ=100000 $(BIN)/python -m pytest tests/test_fuzz.py -s -o timeout=0 $(ARGS)

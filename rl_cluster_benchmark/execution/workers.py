@@ -14,6 +14,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_DIE = 10.0
+LONGEST_FOLDER = 70  # characters; a socket's name has 107
 
 
 def hide_server() -> None:
@@ -88,6 +90,8 @@ class WorkerPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
         os.environ[PARENT_VARIABLE] = str(os.getpid())
+        if len(tempfile.gettempdir()) > LONGEST_FOLDER:  # TMPDIR of a batch job: no socket's name may be that long
+            tempfile.tempdir = "/tmp"
         ours, theirs = context.Pipe()
         call = (self._target, rank, theirs, self._cores[rank], self._pulses[rank], tuple(args))
         process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -65,7 +66,14 @@ def _summary_writer() -> Any:
         raise UserError(
             "tensorboard is not installed: pip install tensorboard, or --set logging.tensorboard=false."
         ) from None
+    threading.excepthook = _but_for_tensorboard
     return SummaryWriter
+
+
+def _but_for_tensorboard(args: threading.ExceptHookArgs) -> None:
+    """Its thread cannot write: the next call of the writer says so, once, in our words."""
+    if type(args.thread).__name__ != "_AsyncWriterThread" or not issubclass(args.exc_type, OSError):
+        threading.__excepthook__(args)
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
