@@ -14,7 +14,6 @@ import mmap
 import multiprocessing.reduction
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -33,6 +32,7 @@ OWN_PAUSE = 5.0  # seconds between two looks, from which on we were the ones who
 BEATS, WAITING = 0, 1
 ROW = 8  # numbers of 8 bytes: rows of different workers do not share a cache line
 PAGE = 4096
+STDERR = 2  # the descriptor: whatever sys.stderr is by now
 
 
 class Pulse:
@@ -161,7 +161,7 @@ def watched(limit: float, *, is_parent: bool) -> Iterator[None]:
                 _say_and_end(f"error: The main process made no progress for {limit:g} s (training.watchdog).")
             if now - armed_at > limit / 4:  # for a hang that holds the interpreter, and with it this thread
                 armed_at = now
-                faulthandler.dump_traceback_later(2 * limit + STARTUP_SECONDS, exit=True)
+                faulthandler.dump_traceback_later(2 * limit + STARTUP_SECONDS, exit=True, file=STDERR)
 
     thread = threading.Thread(target=watch, name="rlcb-watchdog", daemon=True)
     timing.on_beat(beat)
@@ -176,7 +176,8 @@ def watched(limit: float, *, is_parent: bool) -> Iterator[None]:
 
 
 def _say_and_end(sentence: str) -> None:
+    comfort = "The last checkpoint is intact, and --resume goes on from it. It was here:"
     with contextlib.suppress(Exception):
-        os.write(2, f"{sentence} The last checkpoint is intact, and --resume goes on from it. It was here:\n".encode())
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        os.write(STDERR, f"{sentence} {comfort}\n".encode())
+        faulthandler.dump_traceback(file=STDERR, all_threads=True)
     os._exit(1)
