@@ -31,6 +31,13 @@ def run(mode, output, environ, *more, timesteps=6000, prefix=(), seconds=60):
         return status, started.text
 
 
+def goes_on(mode, output):
+    """The short form leaves this to the tests of kills."""
+    if LONG:
+        status, text = run(mode, output, {}, "--resume", timesteps=3000)
+        assert status == 0, text
+
+
 def summary(output):
     return json.loads((output / "training_summary.json").read_text())
 
@@ -47,8 +54,7 @@ def test_bad_numbers_stop_the_run(mode, kind, tmp_path):
     assert saved
     for file in saved:
         assert all_finite(checkpoint.load(file))
-    status, text = run(mode, tmp_path / "run", {}, "--resume", timesteps=3000)
-    assert status == 0, text
+    goes_on(mode, tmp_path / "run")
 
 
 @pytest.mark.parametrize("mode", HERE if LONG else [IMPALA], ids=lambda mode: mode.name)
@@ -86,8 +92,7 @@ def test_a_game_that_hangs_is_shown_with_its_stack(mode, tmp_path):
     who = "The main process" if mode.mode == "sequential" else "Worker 1"
     assert f"error: {who} made no progress for 2 s (training.watchdog)" in text
     assert re.search(r'sitecustomize\.py", line \d+ in fail', text), "where it hangs"
-    status, text = run(mode, tmp_path / "run", {}, "--resume", timesteps=3000)
-    assert status == 0, text
+    goes_on(mode, tmp_path / "run")
 
 
 @pytest.mark.long
@@ -110,8 +115,7 @@ def test_a_game_that_raises(mode, tmp_path):
     status, text = run(mode, tmp_path / "run", fault("raise", mode), *more)
     assert status == 1
     assert "BrokenGameError: the game fell over" in text, "a bug of somebody's is shown as it is"
-    status, text = run(mode, tmp_path / "run", {}, "--resume", timesteps=3000)
-    assert status == 0, text
+    goes_on(mode, tmp_path / "run")
 
 
 @pytest.mark.long

@@ -85,6 +85,7 @@ def test_a_disk_that_becomes_read_only(mode, disk):
     resume(mode, folder / "run")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", HERE, ids=lambda mode: mode.name)
 def test_an_output_directory_that_is_removed(mode, tmp_path):
     output = tmp_path / "run"
