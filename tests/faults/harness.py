@@ -60,6 +60,8 @@ MODES = [
     Mode("a3c", "parallel"),
     Mode("impala", "parallel"),
     Mode("ppo", "distributed"),
+    Mode("a3c", "distributed"),
+    Mode("impala", "distributed"),
 ]
 
 
@@ -118,9 +120,9 @@ class Faulty:
     def servers(self) -> list[psutil.Process]:
         return [c for main in self.mains() for c in main.children() if "multiprocessing.forkserver" in _command(c)]
 
-    def workers(self) -> list[psutil.Process]:
-        """In the order of their ranks (IMPALA: learners first)."""
-        return sorted((w for server in self.servers() for w in server.children()), key=lambda w: w.create_time())
+    def workers(self) -> list[list[psutil.Process]]:
+        """Of each node, in the order of their ranks; IMPALA's learner, of which there is one here, is the first."""
+        return [sorted(server.children(), key=lambda worker: worker.create_time()) for server in self.servers()]
 
     def log(self) -> Path:
         return self.output / "logs" / self.mode.label / "metrics.jsonl"
