@@ -57,11 +57,12 @@ def train(output: Path, minutes: float, more: list[str]) -> list[dict[str, float
         str(minutes / 60),
     ]
     call += ["--total-timesteps", str(10**12), "--output-dir", str(output), "--overwrite", *more]
+    began = time.time()
     process = subprocess.Popen(call)
     samples: list[dict[str, float]] = []
     try:
         parent = psutil.Process(process.pid)
-        while process.poll() is None and not list(output.glob("logs/*/metrics.jsonl")):
+        while process.poll() is None and not any(_is_newer(log, began) for log in output.glob("logs/*/metrics.jsonl")):
             time.sleep(0.2)
         start = time.monotonic()
         while process.poll() is None and time.monotonic() - start < minutes * 60 - 2:
@@ -77,6 +78,13 @@ def train(output: Path, minutes: float, more: list[str]) -> list[dict[str, float
     return samples
 
 
+def _is_newer(log: Path, began: float) -> bool:
+    """It has lines, and they are of this run."""
+    with contextlib.suppress(OSError):
+        return log.stat().st_mtime > began and log.stat().st_size > 0
+    return False
+
+
 def judge(samples: list[dict[str, float]], lines: list[dict[str, float]], warm_up: float) -> dict[str, Any]:
     """Every figure, what was allowed, and whether it held."""
     end = samples[-1]["time"]
@@ -86,7 +94,7 @@ def judge(samples: list[dict[str, float]], lines: list[dict[str, float]], warm_u
         times, values = (np.array([s[key] for s in late]) for key in ("time", name))
         slope, error = line(times, values)
         allowed = max(share * float(values.mean()), least)
-        gain, margin = (x * (times[-1] - times[0]) for x in (slope, 2 * error))
+        gain, margin = (float(x * (times[-1] - times[0])) for x in (slope, 2 * error))
         result[name] = {"mean": float(values.mean()), "gain": gain, "margin": margin, "allowed": allowed,
                         "good": gain - margin <= allowed}  # fmt: skip
     steps, times = (np.array([point[key] for point in lines]) for key in ("step", "time"))
