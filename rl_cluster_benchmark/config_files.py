@@ -81,7 +81,15 @@ def parse_yaml(content: bytes | str) -> Any:
         raise ValueError(f"is larger than {MAX_BYTES:,} bytes: no config is")
     try:
         return yaml.load(content, Loader=PlainLoader)
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError, TypeError, LookupError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        ArithmeticError,
+        AttributeError,
+        TypeError,
+        LookupError,
+    ) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         message = getattr(error, "problem", None) or str(error) or type(error).__name__

@@ -155,6 +155,7 @@ HOSTILE = st.sampled_from(
         "env: !!omap [a: 1]",
         "\ufeffenv: {}",
         "--- 1\n--- 2",
+        '"\\UFFFFFFFF"',
     ]
 )
 
