@@ -12,7 +12,7 @@ QUICK := env.num_envs=32 training.n_steps=32 training.batch_size=256 training.n_
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
+.PHONY: help quickstart test test-cluster test-faults fuzz soak lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-27s %s\n", $$1, $$2}'
@@ -27,6 +27,16 @@ test-cluster: venv/.installed ## the tests on real engines: hosts, SSH, torchrun
 	cluster_tests/install.sh $(BIN)/python
 	$(BIN)/python -m pytest cluster_tests $(ARGS)
 	$(BIN)/python -m pytest -m cluster $(ARGS)
+
+test-faults: venv/.installed ## kill runs of every mode 300 times, and all other faults: ARGS="--kills 300 --seed 1" (about half an hour)
+	$(BIN)/python tests/faults/kills.py $(ARGS)
+	RLCB_FAULTS=long $(BIN)/python -m pytest -m 'long or not long' tests/faults
+
+fuzz: venv/.installed ## 100,000 made-up configs, checkpoints and logs each
+	RLCB_FUZZ=100000 $(BIN)/python -m pytest tests/test_fuzz.py -s -o timeout=0 $(ARGS)
+
+soak: venv/.installed ## train for an hour and watch memory, files, threads and speed every second
+	$(BIN)/python bench/soak.py $(ARGS)
 
 lint: venv/.installed ## check style and types
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli_analysis import add_analysis_commands
+from rl_cluster_benchmark.cli_checkpoint import add_checkpoint_command
 from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 
 if TYPE_CHECKING:
@@ -92,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        if "null byte" not in str(error):
+            raise
+        print("error: A path holds a NUL byte, which no file name can.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -129,6 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_scaling(commands)
     add_analysis_commands(commands)
+    add_checkpoint_command(commands)
 
     doctor = commands.add_parser(
         "doctor", help="check that everything needed is there", description="Check the machine."

@@ -189,6 +189,19 @@ class TrainingConfig(Section):
     )
     optimizer: Literal["adam", "rmsprop"] = Field("adam", description="What turns gradients into steps.")
     adam_eps: Float = Field(1e-5, gt=0, description="Epsilon of the optimiser.")
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What NaN or infinite rewards, observations, losses or gradients do: stop ends the run with the "
+        "reason; skip leaves the update out, counts it, and goes on (100 in a row end the run). Checkpoints never hold "
+        "any.",
+    )
+    watchdog: Float = Field(
+        300.0,
+        ge=1,
+        le=1_000_000,
+        description="Seconds without progress after which a process counts as hung: its Python stack is printed and "
+        "the run ends, or, of IMPALA, the actor is replaced. Longer than one minibatch or one environment step takes.",
+    )
     log_interval: Int = Field(1, ge=1, description="Updates between two lines of metrics.")
     save_interval: Int = Field(100, ge=1, description="Updates between two checkpoints (see also checkpoint_minutes).")
 

@@ -18,6 +18,9 @@ from pydantic import ValidationError
 from rl_cluster_benchmark.config import Config, Section
 from rl_cluster_benchmark.errors import UserError
 
+MAX_BYTES, MAX_DEPTH = 1_000_000, 16  # of a YAML file: far more than a config takes, far less than hurts
+MAX_SHOWN = 120  # characters of a wrong value that a sentence repeats
+
 # Keys that older configs keep under `training`, and where they live now.
 MOVED_KEYS = {"num_envs": "env", "seed": "env", "device": "hardware", "num_threads": "hardware"}
 
@@ -56,16 +59,54 @@ def with_workers(config: Config, num_workers: int) -> Config:
     return build(to_dict(config), changes, source=f"{num_workers} workers")
 
 
+class PlainLoader(yaml.SafeLoader):
+    """Plain values only, to a limited depth. No aliases: a few lines of them can stand for gigabytes."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def parse_yaml(content: bytes | str) -> Any:
+    """Raises a ValueError whose message completes `FILE: ...`."""
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"is larger than {MAX_BYTES:,} bytes: no config is")
+    try:
+        return yaml.load(content, Loader=PlainLoader)
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        ArithmeticError,
+        AttributeError,
+        TypeError,
+        LookupError,
+    ) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        message = getattr(error, "problem", None) or str(error) or type(error).__name__
+        raise ValueError(f"is not valid YAML{where} ({' '.join(str(message).split())[:MAX_SHOWN]})") from None
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     file = find_config(path)
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{file}: is not valid YAML{where} ({getattr(error, 'problem', None) or error}).") from None
+        with open(file, "rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error}).") from None
+    try:
+        data = parse_yaml(content)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}.") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -102,9 +143,15 @@ def parse_assignment(text: str) -> tuple[str, object]:
     if not equals or not key.strip():
         raise UserError(f"--set {text}: write it as section.key=value, for example --set training.gamma=0.99.")
     try:
-        return key.strip(), yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise UserError(f"--set {text}: the value is not valid YAML; put it in quotes.") from None
+        return key.strip(), parse_yaml(value)
+    except ValueError:
+        raise UserError(f"--set {shown(text)}: the value is not valid YAML; put it in quotes.") from None
+
+
+def shown(value: object) -> str:
+    """A wrong value, short enough for a sentence."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -151,12 +198,12 @@ def fields() -> Iterator[tuple[str, str, Any]]:
 
 
 def _explain(item: dict[str, Any]) -> str:
-    key, kind, value = ".".join(str(part) for part in item["loc"]), item["type"], item["input"]
+    key, kind, value = shown(".".join(str(part) for part in item["loc"])), item["type"], item["input"]
     if kind == "extra_forbidden":
         return _unknown_key(item["loc"])
     if kind == "value_error":
         message = str(item["ctx"]["error"])
-        return f"{key} = {value} {message}." if key and not isinstance(value, dict | Section) else f"{message}."
+        return f"{key} = {shown(value)} {message}." if key and not isinstance(value, dict | Section) else f"{message}."
     allowed = {
         "greater_than": "must be greater than {gt}",
         "greater_than_equal": "must be at least {ge}",
@@ -176,7 +223,7 @@ def _explain(item: dict[str, Any]) -> str:
         "model_type": "must be a section with keys, not a single value",
     }.get(kind)
     text = allowed.format(**item.get("ctx", {})) if allowed else item["msg"]
-    return f"{key} = {value!r} is not allowed; it {text}."
+    return f"{key} = {shown(repr(value))} is not allowed; it {text}."
 
 
 def _unknown_key(loc: tuple[Any, ...]) -> str:
@@ -193,7 +240,7 @@ def _unknown_key(loc: tuple[Any, ...]) -> str:
         if len(near) == 1
         else f"known here: {', '.join(n.rpartition('.')[2] for n in near)}."
     )
-    return f"{key} is not a known key; {hint}"
+    return f"{shown(key)} is not a known key; {hint}"
 
 
 def reference_markdown() -> str:

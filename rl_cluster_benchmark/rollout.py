@@ -137,7 +137,8 @@ class Collector:
         self.episode_rewards += rewards * playing
         self.episode_lengths += playing
         for i in np.flatnonzero(ended):
-            self.rollout.episodes.append(Episode(float(self.episode_rewards[i]), int(self.episode_lengths[i])))
+            if np.isfinite(self.episode_rewards[i]):  # else its rewards are counted as bad (algorithms/bad_numbers.py)
+                self.rollout.episodes.append(Episode(float(self.episode_rewards[i]), int(self.episode_lengths[i])))
             self.episode_rewards[i], self.episode_lengths[i] = 0.0, 0
         self.just_ended = ended
 

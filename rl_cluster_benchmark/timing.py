@@ -1,12 +1,29 @@
-"""Where the time goes: every second of a run belongs to one phase."""
+"""Where the time goes: every second of a run belongs to one phase. And that it goes on: whoever watches is told."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PHASES = ("env", "inference", "update", "communication", "waiting")  # whatever is left is "other"
+
+
+def _nobody(is_waiting: bool) -> None:
+    pass
+
+
+_told: Callable[[bool], None] = _nobody
+
+
+def on_beat(tell: Callable[[bool], None] | None) -> None:
+    """`tell` is called whenever this process gets on, with whether all it does now is wait; None ends that."""
+    global _told
+    _told = tell or _nobody
+
+
+def beat(is_waiting: bool = False) -> None:
+    _told(is_waiting)
 
 
 class PhaseClock:
@@ -31,6 +48,7 @@ class PhaseClock:
         if outer is not None:
             self.seconds[outer] += now - self._since
         self._current, self._since = name, now
+        _told(name == "waiting")
         return outer
 
     def shares(self, total: float) -> dict[str, float]:

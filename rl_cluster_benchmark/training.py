@@ -19,6 +19,7 @@ from rl_cluster_benchmark.execution import (
     several_machines,
     split,
 )
+from rl_cluster_benchmark.execution.watchdog import limit_of, watched
 from rl_cluster_benchmark.execution.workers import preload_game
 from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
@@ -79,7 +80,7 @@ def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, c
         if run.is_complete() or run.should_stop():
             print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
         try:
-            with run:
+            with run, watched(limit_of(config), is_parent=config.mode != "sequential"):
                 if cluster is not None:
                     several_machines.of(config).train(run, cluster)
                 else:

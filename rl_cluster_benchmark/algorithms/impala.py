@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.learner import Learner, check_finite
-from rl_cluster_benchmark.algorithms.on_policy import STATS, Losses, explained_variance, learning_rate, mean_of
+from rl_cluster_benchmark.algorithms.bad_numbers import mean_of, report
+from rl_cluster_benchmark.algorithms.learner import Learner
+from rl_cluster_benchmark.algorithms.on_policy import STATS, Losses, explained_variance, learning_rate
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import vtrace
@@ -160,11 +161,9 @@ class Impala:
         """Sum over the learners and step; returns the mean losses of all."""
         self.learner.sum_over_workers()
         *sums, count, total, squares, error, error_squares = self.learner.stats.tolist()
-        grad_norm = self.learner.step(rate)
-        check_finite(sums, grad_norm)
-        return {
-            **{name: value / max(1.0, count) for name, value in zip(STATS, sums, strict=True)},
-            "grad_norm": grad_norm,
+        grad_norm = self.learner.step(rate, sums)
+        losses = {name: value / max(1.0, count) for name, value in zip(STATS, sums, strict=True)}
+        return report(losses | {"grad_norm": grad_norm}, self.config.training.on_nan) | {
             "explained_variance": explained_variance(count, total, squares, error, error_squares),
             "learning_rate": rate,
         }

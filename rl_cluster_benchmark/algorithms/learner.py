@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.optimizers import Optimizer
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
-from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.models import ActorCritic
+from rl_cluster_benchmark.timing import beat
 
 
 class Learner:
@@ -62,10 +62,11 @@ class Learner:
     def sum_over_workers(self) -> None:
         self.reduce(self._summed)
 
-    def step(self, learning_rate: float) -> float:
-        """Clip, step, and return the gradient's norm. A norm that is not finite leaves the parameters alone."""
+    def step(self, learning_rate: float, losses: Sequence[float] = ()) -> float:
+        """Clip, step, and return the gradient's norm. Where it or a loss is not finite, parameters are left alone."""
+        beat()
         norm = float(self.grad.norm())
-        if norm - norm == 0:  # neither infinite nor NaN
+        if is_finite(*losses, norm):
             if norm > self.max_grad_norm:
                 self.grad.mul_(self.max_grad_norm / (norm + 1e-6))
             self.optimizer.step(learning_rate)
@@ -116,9 +117,5 @@ def views(model: ActorCritic, flat: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def check_finite(losses: Sequence[float], grad_norm: float) -> None:
-    if not all(math.isfinite(value) for value in (*losses, grad_norm)):
-        raise TrainingFailedError(
-            "The loss or its gradient became NaN or infinite; the last good checkpoint is kept. "
-            "A smaller training.learning_rate, or hardware.precision=float32, may help."
-        )
+def is_finite(*values: float) -> bool:
+    return all(map(math.isfinite, values))

@@ -6,6 +6,7 @@ else here depends on how many there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.learner import Learner, check_finite
+from rl_cluster_benchmark.algorithms.bad_numbers import SKIPPED, report
+from rl_cluster_benchmark.algorithms.learner import Learner
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import gae
@@ -158,9 +160,8 @@ class OnPolicyLearner:
             learner.write_to(0)
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
-        grad_norm = learner.step(learning_rate)
-        check_finite(means, grad_norm)
-        return dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, stops > 0
+        grad_norm = learner.step(learning_rate, means)
+        return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
     def _accumulate(self, batch: Batch, rows: Tensor, moments: Moments, losses: LossFunction) -> None:
         """Add the gradient and the statistics of a piece of the minibatch; masked samples weigh nothing."""
@@ -220,13 +221,15 @@ def set_apart(rows: Rows, fraction: float, max_pieces: int) -> tuple[Rows, list[
     return kept, [piece for piece in pieces if len(piece)]
 
 
-def mean_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
-
-
 def learning_rate(hyper: TrainingConfig, progress: float) -> float:
     """In use when `progress` (0 to 1) of the run is done."""
     return hyper.learning_rate * (1 - progress if hyper.anneal_lr else 1.0)
+
+
+def nothing_learned(hyper: TrainingConfig, progress: float) -> dict[str, float]:
+    """What an update of any algorithm returns, for one that was not made."""
+    nothing = dict.fromkeys((*STATS, "grad_norm", "explained_variance"), math.nan)
+    return nothing | {"learning_rate": learning_rate(hyper, progress), SKIPPED: 0.0}
 
 
 def explained_variance(count: float, total: float, squares: float, error: float, error_squares: float) -> float:

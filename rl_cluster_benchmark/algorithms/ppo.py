@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Rows, Samples, mean_of
+from rl_cluster_benchmark.algorithms.bad_numbers import mean_of
+from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Rows, Samples
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.models import ActorCritic

@@ -55,8 +55,3 @@ class Sharing(Protocol):
     def take(self) -> Iterator[int]:
         """Numbers of pieces that are this worker's to compute, until none is left."""
         ...
-
-
-def anyone(reduce: Reducer, here: bool) -> bool:
-    """Is it so on any worker? All get the same answer."""
-    return bool(reduce(torch.tensor([float(here)], dtype=torch.float64)) > 0)

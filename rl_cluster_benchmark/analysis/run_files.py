@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from rl_cluster_benchmark import config_files as configs
@@ -89,15 +88,6 @@ def read_inside(root: Path, file: Path, limit: int = MAX_FILE) -> bytes | None:
     return content
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Without anchors: a few lines of them can stand for gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            raise yaml.YAMLError("aliases are not allowed")
-        return super().compose_node(parent, index)
-
-
 def load_config(path: Path, running: bool) -> Config:
     content = read_inside(path, path / "config.yaml")
     if content is None:
@@ -105,11 +95,11 @@ def load_config(path: Path, running: bool) -> Config:
             raise UnusableRunError("running, it has written nothing yet")
         raise UnusableRunError("has no config.yaml: from an older format, or never started")
     try:
-        data = yaml.load(content, Loader=_PlainLoader)
+        data = configs.parse_yaml(content)
         if not isinstance(data, dict):
             raise UserError("it holds no settings")
         return configs.build(data, {}, source="config.yaml")
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except ValueError:
         raise UnusableRunError("config.yaml is damaged") from None
     except UserError as error:
         sentence = str(error).splitlines()[0].removeprefix("config.yaml: ").rstrip(".")

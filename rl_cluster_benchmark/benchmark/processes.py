@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -16,6 +17,7 @@ from rl_cluster_benchmark.run.stop import Signals
 
 PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_TO_SAVE, SECONDS_TO_DIE = 300.0, 10.0  # from SIGTERM to SIGKILL, and from that to the end
 
 
 def run_child(
@@ -42,20 +44,24 @@ def run_child(
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-    started, asked, late = time.monotonic(), False, False
+    started, late = time.monotonic(), False
+    asked: float | None = None
     try:
         while child.poll() is None:
             late = late or (deadline is not None and time.monotonic() - started > deadline)
-            if (signals.received is not None or late) and not asked:
+            if (signals.received is not None or late) and asked is None:
                 child.send_signal(signal.SIGTERM)
-                asked = True
+                asked = time.monotonic()
+            if asked is not None and time.monotonic() - asked > SECONDS_TO_SAVE:
+                break
             look()
             time.sleep(SECONDS_BETWEEN_LOOKS)
     finally:
         if child.poll() is None:
             child.kill()
-            child.wait()
-    return 124 if late else child.returncode
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer holds it
+                child.wait(SECONDS_TO_DIE)
+    return 124 if late else -signal.SIGKILL if child.returncode is None else child.returncode
 
 
 def reason_in(log: Path, status: int) -> str:

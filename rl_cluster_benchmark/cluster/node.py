@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 import time
 import uuid
@@ -134,6 +133,7 @@ def agree_on_work(
 
 def _follow(cluster: Cluster) -> int:
     from rl_cluster_benchmark.execution import several_machines
+    from rl_cluster_benchmark.execution.watchdog import limit_of, watched
 
     label = cluster.label(cluster.rank)
     with _limited(cluster.join_timeout + SECONDS_BEYOND, "The head did not say what to do."):
@@ -146,7 +146,8 @@ def _follow(cluster: Cluster) -> int:
     with _received_checkpoint(cluster, work["chunks"]) as path:
         cluster.publish(f"ready/{cluster.rank}", True)
         print(f"{label}: {cluster.nodes[cluster.rank].processes}, the head is {cluster.nodes[0].name}", flush=True)
-        several_machines.of(config).follow(cluster, config, plan, path, work["progress"])
+        with watched(limit_of(config), is_parent=True):
+            several_machines.of(config).follow(cluster, config, plan, path, work["progress"])
     print(f"{label}: {'stopped by a signal' if cluster.signals.received else 'finished'}", flush=True)
     return 0 if cluster.signals.received is None else 128 + cluster.signals.received
 
@@ -167,11 +168,11 @@ def _received_checkpoint(cluster: Cluster, num_chunks: int) -> Iterator[Path | N
     if num_chunks == 0:
         yield None
         return
-    with tempfile.NamedTemporaryFile(prefix="rlcb-", suffix=".pt") as file:
+    with open(os.memfd_create("rlcb-checkpoint", os.MFD_CLOEXEC), "wb") as file:  # without a name that could be left
         for index in range(num_chunks):
             file.write(cluster.store.get(f"checkpoint/{index}"))
         file.flush()
-        yield Path(file.name)
+        yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 def _check_sees(token: Path, label: str, head: str) -> None:

@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def serve(directory: str, port: int) -> int:
     root = Path(directory)
-    if not root.is_dir():
+    if not directory or not root.is_dir():
         raise UserError(f"{root} is not a directory; give the one that runs are written to.")
     try:
         server = Server(root, port)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms import bad_numbers
 from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.learner import move_parameters
 from rl_cluster_benchmark.algorithms.reduction import Reducer
@@ -33,6 +34,7 @@ from rl_cluster_benchmark.execution.replay import ReplayFile
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.unrolls import unroll_layout
 from rl_cluster_benchmark.execution.waiting import wait_until
+from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.weights import PublishedWeights
 from rl_cluster_benchmark.execution.workers import WorkerPool, end_of
 from rl_cluster_benchmark.kernels import pooling
@@ -94,7 +96,8 @@ def train(run: Run) -> None:
     flags["closed"].fill_(1)  # no other machine is waited for at the end
     replace, recorder = Replacements(shared, run.progress_state()), Recorder(run)
     num_processes = num_learners + len(shared.shards)
-    with WorkerPool(work, num_processes, (shared, replace.progress, 0), run.plan.cores, replace) as pool:
+    limit = limit_of(run.config)
+    with WorkerPool(work, num_processes, (shared, replace.progress, 0), run.plan.cores, replace, limit) as pool:
         started: set[int] = set()
         for rank, (kind, content) in pool.messages(lambda: give_orders(run, flags["order"])):
             if kind == "started":
@@ -106,6 +109,8 @@ def train(run: Run) -> None:
                     flags["go"][0] = 1
             elif kind == "episodes":
                 recorder.episodes.extend(content)
+            elif kind == "bad numbers":
+                run.note_bad(content, is_whole_update=True)
             elif kind == "record":
                 table = flags["times"]
                 recorder.record(content, table[:num_learners], table[num_learners:], replace.count)
@@ -177,8 +182,14 @@ def _act(
         rollout = collector.collect_unroll(index, lambda: board.stopped)
         if rollout is None:
             return
-        store.publish(actor, page, version=version, return_moments=returns.moments(rollout))
         index += 1
+        is_bad, *counts = bad_numbers.count(rollout)
+        if is_bad:  # the page stays free: nobody sees it
+            shared.flags["left_out"][actor, 0] += rollout.num_steps
+            bad = bad_numbers.left_out(counts, config.training.on_nan)
+            connection.send(("message", ("bad numbers", bad)))
+        else:
+            store.publish(actor, page, version=version, return_moments=returns.moments(rollout))
         keeper.write()
         if rollout.episodes:
             connection.send(("message", ("episodes", rollout.episodes)))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.on_policy import mean_of
+from rl_cluster_benchmark.algorithms.bad_numbers import mean_of
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import actor_learner
@@ -25,6 +25,7 @@ from rl_cluster_benchmark.execution.council import EXCHANGES, NUM_COUNTS, Counci
 from rl_cluster_benchmark.execution.distributed import Follower, order_of
 from rl_cluster_benchmark.execution.leaders import Seat
 from rl_cluster_benchmark.execution.machine import Machine
+from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.weights import PublishedWeights
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
@@ -80,7 +81,8 @@ class ActorLearnerMachine:
             look=look, start=start, times=self.times,
         )  # fmt: skip
         args, num_processes = (shared, self.progress, 0), plan.num_learners + plan.num_workers
-        with WorkerPool(actor_learner.work, num_processes, args, plan.cores, self.replace) as pool:
+        limit = limit_of(self.config)
+        with WorkerPool(actor_learner.work, num_processes, args, plan.cores, self.replace, limit) as pool:
             machine.run(pool, hear)
 
     def counts(self) -> list[float]:
@@ -135,6 +137,8 @@ class Records:
                 self._together.append(content)
                 if len(self._together) == self._reporters:
                     self._record()
+        elif kind == "bad numbers":
+            self.run.note_bad(content, is_whole_update=True)
         elif kind == "times":
             self._times[node] = content
         elif kind == "save":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import machine, times
 from rl_cluster_benchmark.execution.claims import Claims
@@ -15,7 +17,7 @@ from rl_cluster_benchmark.execution.others import OnTheirOwn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
-from rl_cluster_benchmark.execution.unrolls import UnrollStore
+from rl_cluster_benchmark.execution.unrolls import CACHE_LINE, UnrollStore
 from rl_cluster_benchmark.execution.weights import PublishedWeights
 from rl_cluster_benchmark.hardware import Plan
 
@@ -40,6 +42,7 @@ class Shared:
             {
                 **machine.layout(),
                 **Board.layout(min(each * plan.num_learners, sum(map(len, self.shards)))),
+                "left_out": ((len(self.shards), CACHE_LINE), torch.int64),  # steps of each actor's bad unrolls
                 **times.layout(self.num_learners + len(self.shards)),
                 **(OnTheirOwn.layout(size) if self.is_on_its_own else {}),
             }

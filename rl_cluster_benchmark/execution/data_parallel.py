@@ -21,6 +21,7 @@ from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
@@ -55,7 +56,7 @@ def train(run: Run) -> None:
     means = SharedMemoryReducer.allocate(num_workers, *sums(config, task), spares) if store is None else store.port
     args = (config, plan, shards, shared, means, work, run.resumed_path, run.progress_state())
 
-    with WorkerPool(_work, num_workers, args, plan.cores) as pool:
+    with WorkerPool(_work, num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
         for kind, content in reports(run, pool, shards, shared["order"]):
             write_down(run, kind, content)
 

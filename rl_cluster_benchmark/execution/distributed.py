@@ -33,6 +33,7 @@ from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
@@ -81,7 +82,8 @@ class Node:
 
         means = (self.shared, self.memory, self.work)
         args = (self.config, self.plan, self.shards, *means, checkpoint, progress, self.seat)
-        with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores) as pool:
+        limit = limit_of(self.config)
+        with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores, watchdog=limit) as pool:
             for rank, (kind, content) in pool.messages(watch):
                 if kind == "lost contact":
                     raise membership.explain(TrainingFailedError(content))

@@ -17,26 +17,29 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms import bad_numbers
 from rl_cluster_benchmark.algorithms.a2c import A2C
+from rl_cluster_benchmark.algorithms.bad_numbers import mean_of
 from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.on_policy import mean_of
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import council, machine, times
 from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP, reports
-from rl_cluster_benchmark.execution.loop import Worker
+from rl_cluster_benchmark.execution.loop import Worker, update
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.waiting import wait_until
+from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.timing import PhaseClock, beat
 
 CACHE_LINE = 8  # of 8-byte numbers: rows that different workers write do not share one
-STEPS, UPDATES, DONE = range(3)  # columns of the counters
 NAP_SECONDS = 0.001
+STEPS, UPDATES, DONE = range(3)  # columns of the counters
 
 
 def train(run: Run) -> None:
@@ -57,7 +60,7 @@ def train(run: Run) -> None:
         together.clear()
 
     shared["closed"].fill_(1)  # no other machine is waited for at the end
-    with WorkerPool(work, num_workers, args, plan.cores) as pool:
+    with WorkerPool(work, num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
         for kind, content in reports(run, pool, shards, shared["order"], when_ready=lambda: shared["go"].fill_(1)):
             if kind == "record":
                 together.append(content)
@@ -128,10 +131,7 @@ def _learn(worker: Worker, course: HogwildCourse, fetch: Callable[[], None]) -> 
         rollout = worker.collector.collect(course.updates, course.should_stop)
         if rollout is None:
             break
-        with course.clock.phase("update"):
-            losses = worker.algorithm.update(
-                rollout, index=course.updates, progress=course.fraction, interrupted=course.interrupted
-            )
+        losses = update(worker, rollout, course, bad_numbers.count(rollout))
         course.record(rollout.num_steps, rollout.episodes, losses)
         if course.checkpoint_due():
             fetch()
@@ -217,8 +217,7 @@ class HogwildCourse:
 
     def start(self) -> None:
         self._send("started", None)
-        while not int(self.shared["go"][0]) and not self.should_stop():
-            time.sleep(NAP_SECONDS)
+        wait_until(lambda: bool(self.shared["go"][0]) or self.should_stop(), self.clock)
         self.time.start()
         self._saved_at = time.perf_counter()
 
@@ -244,11 +243,11 @@ class HogwildCourse:
         """Nobody changes the parameters any more."""
         counters = self.shared["counters"]
         counters[self.rank, DONE] = 1
-        while self.count(DONE) < len(counters):
-            time.sleep(NAP_SECONDS)
+        wait_until(lambda: self.count(DONE) == len(counters), self.clock)
         if self.rank == 0:
             self._send("done", None)
             while not int(self.shared["closed"][0]):
+                beat(is_waiting=True)  # for other machines, as long as they are there
                 time.sleep(NAP_SECONDS)
 
     def finish(self, state: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from rl_cluster_benchmark.execution.leaders import Seat
 from rl_cluster_benchmark.execution.machine import Machine
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import deal
+from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run import checkpoint
@@ -100,7 +101,7 @@ class HogwildMachine:
         )  # fmt: skip
         shards = seat.own(deal(config.env.num_envs, seat.total_workers), plan.num_workers)
         args = (config, plan, shards, self.shared, checkpoint, progress, self.cluster.is_head)
-        with WorkerPool(hogwild.work, plan.num_workers, args, plan.cores) as pool:
+        with WorkerPool(hogwild.work, plan.num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
             machine.run(pool, hear)
 
     def counts(self) -> list[float]:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rl_cluster_benchmark.algorithms.bad_numbers import mean_of
 from rl_cluster_benchmark.algorithms.impala import Impala
-from rl_cluster_benchmark.algorithms.on_policy import learning_rate, mean_of
+from rl_cluster_benchmark.algorithms.on_policy import learning_rate, nothing_learned
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution.claims import MOST, Claims
 from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP
@@ -93,7 +94,8 @@ class Leader:
     ) -> None:  # fmt: skip
         self.config, self.board, self.claims, self.store, self.weights = config, board, claims, store, weights
         self.algorithm, self.connection, self.keeper, self.others = algorithm, connection, keeper, others
-        self._order = shared["order"].numpy()
+        self._order, self._left_out = shared["order"].numpy(), shared["left_out"][:, 0].numpy()
+        self._left_out_seen = 0
         self.steps, self.updates, self._elapsed_before = progress["steps"], progress["updates"], progress["elapsed"]
         self.steps_per_update = steps_per_update
         self._done: list[dict[str, float]] = []  # losses of the steps of the update in hand
@@ -116,9 +118,12 @@ class Leader:
         wait_until(ready, clock)
         stop = self._should_stop()
         self._rows = found[: 0 if stop else wanted]
+        left_out = self._left_out_since()
+        self._left_out_seen += left_out
         with clock.phase("communication"):
-            news = self.others.agree(self._news(stop))
+            news = self.others.agree(self._news(stop, left_out))
         if news.stop:
+            self._new_steps += left_out
             self.board.stop()
             return
         self._note(news, len(found))
@@ -138,7 +143,7 @@ class Leader:
 
     def record(self) -> None:
         """Report an update, or as much of one as was done."""
-        if not self._done:
+        if not self._done and not self._new_steps:
             return
         self.updates += 1
         self.steps += self._new_steps
@@ -148,9 +153,10 @@ class Leader:
             "async/policy_lag": float(np.mean(lags)),
             "async/policy_lag_max": float(np.max(lags)),
             "async/unroll_age": float(np.mean(self._ages or [0.0])),
-            "async/slots_in_use": float(np.mean(self._in_use)) / self.store.capacity,
+            "async/slots_in_use": float(np.mean(self._in_use or [0.0])) / self.store.capacity,
         }
-        self._send("record", {"steps": self._new_steps, "losses": mean_of(self._done), "asynchrony": asynchrony})
+        losses = mean_of(self._done) if self._done else nothing_learned(self.config.training, self._fraction)
+        self._send("record", {"steps": self._new_steps, "losses": losses, "asynchrony": asynchrony})
         self._done, self._new_steps, self._lags, self._ages, self._in_use = [], 0, [], [], []
 
     def checkpoint_due(self) -> bool:
@@ -162,13 +168,13 @@ class Leader:
         self._send(kind, checkpoint.pack(state))
         self._saved_at = time.perf_counter()
 
-    def _news(self, stop: bool) -> News:
-        """Of the unrolls about to be learned from."""
+    def _news(self, stop: bool, left_out: int) -> News:
+        """Of the unrolls about to be learned from. Steps that are left out were taken, if not learned from."""
         rows = torch.from_numpy(self._rows)
         return News(
             stop=stop,
             rate=learning_rate(self.config.training, self._fraction),
-            steps=int(self.store["valid"][rows].sum()),
+            steps=int(self.store["valid"][rows].sum()) + left_out,
             returns=self.store["return_moments"][rows].sum(0).tolist(),
         )
 
@@ -188,6 +194,10 @@ class Leader:
         per_step = self.config.impala.replay_fraction * self.board.num_rows
         return int((self._count + 1) * per_step) - int(self._count * per_step)
 
+    def _left_out_since(self) -> int:
+        """Steps of unrolls with NaN or infinite numbers, since the last report."""
+        return int(self._left_out.sum()) - self._left_out_seen
+
     @property
     def _fraction(self) -> float:
         training = self.config.training
@@ -204,7 +214,7 @@ class Leader:
         order = int(self._order[0])
         if order == INTERRUPTED:
             return True
-        complete = self._all_steps >= self.config.training.total_timesteps
+        complete = self._all_steps + self._left_out_since() >= self.config.training.total_timesteps
         return not self._done and (complete or (order == TIME_IS_UP and self.updates > 0))
 
     def wait_for_others(self) -> None:

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms import bad_numbers
 from rl_cluster_benchmark.algorithms.a2c import A2C
 from rl_cluster_benchmark.algorithms.impala import Impala
+from rl_cluster_benchmark.algorithms.on_policy import nothing_learned
 from rl_cluster_benchmark.algorithms.ppo import PPO
-from rl_cluster_benchmark.algorithms.reduction import Reducer, anyone
+from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import make_env
 from rl_cluster_benchmark.errors import UserError
@@ -20,7 +22,7 @@ from rl_cluster_benchmark.execution.work_sharing import WorkSharing
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.models import ActorCritic, make_model
-from rl_cluster_benchmark.rollout import Collector
+from rl_cluster_benchmark.rollout import Collector, Rollout
 from rl_cluster_benchmark.seeding import integer_seed
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -58,6 +60,7 @@ class Course(Protocol):
 class Worker:
     """Some of the run's environments, a copy of the model, and the algorithm that updates it."""
 
+    config: Config
     model: ActorCritic
     algorithm: PPO | A2C | Impala
     collector: Collector
@@ -83,7 +86,7 @@ class Worker:
         )
         if sharing is not None:
             collector.rollout = sharing.rollout()
-        return cls(model, algorithm, collector)
+        return cls(config, model, algorithm, collector)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs."""
@@ -105,7 +108,7 @@ def build_algorithm(
     )
     if checkpoint is not None:
         load_weights(model, checkpoint)
-        algorithm.load_state_dict(checkpoint["algorithm"])
+        load_optimizer(algorithm, checkpoint)
     return model, algorithm
 
 
@@ -125,16 +128,26 @@ def learn(worker: Worker, course: Course, reduce: Reducer) -> None:
     course.start()
     while not course.is_complete():
         rollout = worker.collector.collect(course.updates, course.should_stop)
-        if anyone(reduce, rollout is None) or rollout is None:
+        here = [float(rollout is None), *bad_numbers.count(rollout)]
+        stops, *bad = reduce(torch.tensor(here, dtype=torch.float64)).tolist()  # the same on all workers
+        if stops or rollout is None:
             break
-        with course.clock.phase("update"):
-            losses = worker.algorithm.update(
-                rollout, index=course.updates, progress=course.fraction, interrupted=course.interrupted
-            )
-        course.record(rollout.num_steps, rollout.episodes, losses)
+        course.record(rollout.num_steps, rollout.episodes, update(worker, rollout, course, bad))
         if course.checkpoint_due():
             course.save(worker.state())
     course.finish(worker.state())
+
+
+def update(worker: Worker, rollout: Rollout, course: Course, bad: Sequence[float]) -> dict[str, float]:
+    """Learn from a rollout, unless what it holds is NaN or infinite; `bad` is of all who learn together."""
+    is_bad, *counts = bad
+    if is_bad:
+        training = worker.config.training
+        return nothing_learned(training, course.fraction) | bad_numbers.left_out(counts, training.on_nan)
+    with course.clock.phase("update"):
+        return worker.algorithm.update(
+            rollout, index=course.updates, progress=course.fraction, interrupted=course.interrupted
+        )
 
 
 def load_weights(model: ActorCritic, checkpoint: dict[str, Any]) -> None:
@@ -144,4 +157,14 @@ def load_weights(model: ActorCritic, checkpoint: dict[str, Any]) -> None:
         raise UserError(
             "The checkpoint's weights do not fit this network; leave model.* and the environment as they were in "
             f"training (model: {checkpoint['config']['model']}, env: {checkpoint['config']['env']['name']})."
+        ) from None
+
+
+def load_optimizer(algorithm: PPO | A2C | Impala, checkpoint: dict[str, Any]) -> None:
+    try:
+        algorithm.load_state_dict(checkpoint["algorithm"])
+    except (RuntimeError, KeyError):
+        raise UserError(
+            "The checkpoint's optimiser state does not fit: leave training.optimizer as it was "
+            f"({checkpoint['config']['training']['optimizer']})."
         ) from None

@@ -14,6 +14,7 @@ from rl_cluster_benchmark.execution.council import MOMENTS, NUM_COUNTS, STEPS, U
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.times import Layout
 from rl_cluster_benchmark.execution.weights import PublishedWeights
+from rl_cluster_benchmark.timing import beat
 
 NAP_SECONDS = 0.001
 
@@ -53,6 +54,7 @@ class Others:
     def wait_for_end(self, learner: Learner, weights: PublishedWeights) -> None:
         """Until all machines are done."""
         while not int(self.flags["closed"][0]):
+            beat(is_waiting=True)  # as long as the other machines are there
             time.sleep(NAP_SECONDS)
 
 
@@ -127,6 +129,7 @@ class OnTheirOwn(Others):
             if corrections.add_to(learner, number):
                 weights.publish(learner.flat)
             self.flags["taken"][0] = number
+            beat(is_waiting=True)
             time.sleep(NAP_SECONDS)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -109,7 +110,8 @@ class GlooReducer:
 
         self.rank, self.num_workers, self.clock, self._dist = rank, num_workers, clock, dist
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_workers)
+        # A worker that hangs or dies is the parent's to find: it does so long before this.
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_workers, timeout=timedelta(hours=1))
 
     def vector(self, size: int) -> Tensor:
         return torch.zeros(size)

@@ -14,6 +14,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -22,10 +23,34 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.execution.watchdog import Pulse, Watchdog
+from rl_cluster_benchmark.timing import beat
 
 PR_SET_PDEATHSIG = 1
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
 SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_TO_DIE = 10.0
+LONGEST_FOLDER = 70  # characters; a socket's name has 107
+
+
+def hide_server() -> None:
+    """Take away the name of the socket that Python's server of workers listens at: SIGKILL would leave it in /tmp.
+
+    Whoever holds a socket open can still reach it, through /proc. Where Python keeps it otherwise, the name stays, as
+    long as this process lives.
+    """
+    from multiprocessing import forkserver, util
+
+    server = getattr(forkserver, "_forkserver", None)
+    address = getattr(server, "_forkserver_address", None)
+    if not isinstance(address, str) or address.startswith(("\0", "/proc/")):
+        return
+    descriptor = os.open(address, os.O_PATH | os.O_CLOEXEC)
+    server._forkserver_address = f"/proc/self/fd/{descriptor}"  # type: ignore[union-attr]
+    remove = getattr(util, "_remove_temp_dir", None)
+    for finalizer in list(getattr(util, "_finalizer_registry", {}).values()):
+        if remove is not None and getattr(finalizer, "_callback", None) is remove:
+            finalizer()  # now, not at the end
 
 
 def preload_game(game: str | None) -> None:
@@ -43,15 +68,20 @@ class WorkerPool:
         args: Sequence[Any],
         cores: Sequence[int | None],
         replace: Callable[[int, str], Sequence[Any] | None] | None = None,
+        watchdog: float = 300.0,
     ) -> None:
-        """`replace(rank, how)` is told of a worker that died or crashed. It returns the arguments of another in its
-        place, None to go on without, or raises what ends the run, as happens by default.
+        """`replace(rank, how)` is told of a worker that died, crashed, or made no progress for `watchdog` seconds. It
+        returns the arguments of another in its place, None to go on without, or raises what ends the run, as happens
+        by default.
         """
         self._target, self._cores, self._replace = target, cores, replace or _end_the_run
+        self._watchdog = Watchdog(watchdog)
+        self._pulses: list[Pulse] = []
         self.connections: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
         self._finished: set[int] = set()
         for rank in range(num_workers):
+            self._pulses.append(Pulse())
             process, connection = self._start(rank, args)
             self.processes.append(process)
             self.connections.append(connection)
@@ -60,10 +90,19 @@ class WorkerPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
         os.environ[PARENT_VARIABLE] = str(os.getpid())
+        if len(tempfile.gettempdir()) > LONGEST_FOLDER:  # TMPDIR of a batch job: no socket's name may be that long
+            tempfile.tempdir = "/tmp"
         ours, theirs = context.Pipe()
-        call = (self._target, rank, theirs, self._cores[rank], tuple(args))
+        call = (self._target, rank, theirs, self._cores[rank], self._pulses[rank], tuple(args))
         process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
-        process.start()
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            raise TrainingFailedError(
+                f"Worker {rank} could not be started ({error or 'the process that starts workers is gone'}); is the "
+                "machine out of memory or of processes? The last checkpoint is intact."
+            ) from None
+        hide_server()
         theirs.close()
         return process, ours
 
@@ -97,6 +136,10 @@ class WorkerPool:
                 else:
                     yield rank, content
             look()
+            beat()
+            for rank in self._watchdog.hung(self._pulses, but=self._finished):
+                pid = self.processes[rank].pid or 0
+                self._lost(rank, self._watchdog.sentence(self._pulses[rank].stack_of(pid)))
 
     def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
@@ -109,14 +152,15 @@ class WorkerPool:
 
     def _lost(self, rank: int, how: str) -> None:
         args = self._replace(rank, how)
+        process = self.processes[rank]
+        process.kill()  # it may be on its way out still
         if args is None:
             self._finished.add(rank)
             return
-        process = self.processes[rank]
-        process.kill()  # it may be on its way out still
-        process.join()
-        process.close()
+        _bury(process)
         self.connections[rank].close()
+        self._pulses[rank].close()
+        self._pulses[rank] = Pulse()
         self.processes[rank], self.connections[rank] = self._start(rank, args)
 
     def __enter__(self) -> Self:
@@ -131,10 +175,18 @@ class WorkerPool:
             if process.is_alive():
                 process.kill()
         for process in self.processes:
-            process.join()
-            process.close()
+            _bury(process)
         for connection in self.connections:
             connection.close()
+        for pulse in self._pulses:
+            pulse.close()
+
+
+def _bury(process: ForkServerProcess) -> None:
+    """It was killed. One that the kernel cannot end (a disk that does not answer) is not waited for for ever."""
+    process.join(timeout=SECONDS_TO_DIE)
+    if process.exitcode is not None:
+        process.close()
 
 
 def end_of(name: str, how: str) -> TrainingFailedError:
@@ -148,12 +200,14 @@ def _end_the_run(rank: int, how: str) -> None:
 
 
 def _main(
-    target: Callable[..., None], rank: int, connection: Connection, core: int | None, args: tuple[Any, ...]
-) -> None:
+    target: Callable[..., None], rank: int, connection: Connection, core: int | None, pulse: Pulse,
+    args: tuple[Any, ...],
+) -> None:  # fmt: skip
     """The life of a worker process."""
     from rl_cluster_benchmark.execution import preload  # as the server has imported it
 
     die_with_parent(preload.SERVER)
+    pulse.begin()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
     if core is not None:

@@ -1,4 +1,8 @@
-"""Checkpoints: tensors and plain values only, written whole or not at all, read without running any code in them."""
+"""Checkpoints: tensors and plain values only, written whole or not at all, read without running any code in them.
+
+A file is what torch.save writes, then a mark, then the SHA-256 of what stands before it. checkpoint_format.py says what
+may be in it.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,22 @@ from typing import Any
 
 import torch
 
+from rl_cluster_benchmark import __version__
+from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run.checkpoint_format import (
+    FORMAT_VERSION,
+    MAX_BYTES,
+    FormatError,
+    NewerFormatError,
+    check_archive,
+    upgraded,
+)
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.files import write_atomically
 
-FORMAT_VERSION = 1
-REQUIRED = {
-    "config": dict,
-    "model": dict,
-    "algorithm": dict,
-    "progress": dict,
-    "observation_shape": list,
-    "num_actions": int,
-}
 MARK = b"RLCB-SHA256:"  # behind torch's file, before its digest
+ARCHIVE = b"PK\x03\x04"  # what torch's files begin with
 
 
 class DamagedCheckpointError(UserError):
@@ -31,7 +37,7 @@ class DamagedCheckpointError(UserError):
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    content = pack({"format_version": FORMAT_VERSION} | state)
+    content = pack({"format_version": FORMAT_VERSION, "written_by": __version__} | state)
     write_atomically(path, content + MARK + hashlib.sha256(content).digest())
 
 
@@ -47,31 +53,62 @@ def unpack(content: bytes) -> dict[str, Any]:
 
 def load(path: Path) -> dict[str, Any]:
     """A checkpoint that this program wrote, whole. Anything else is refused before any of it is interpreted."""
+    return parse(read(path), path)
+
+
+def read(path: Path) -> bytes:
     if path.is_dir():
         raise UserError(f"{path} is a directory; give a checkpoint file.{_others_there(path / 'x')}")
     if not path.is_file():
         raise UserError(f"Checkpoint {path} does not exist.{_others_there(path)}")
     try:
-        data = path.read_bytes()
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path} is larger than {MAX_BYTES >> 30} GiB: no checkpoint of this program.")
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"Checkpoint {path} cannot be read ({error.strerror or error}).") from None
-    content, mark, digest = data.rpartition(MARK)
-    if not mark or hashlib.sha256(content).digest() != digest:
-        raise DamagedCheckpointError(f"Checkpoint {path} is damaged or cut short, or is no checkpoint.")
+
+
+def parse(data: bytes, path: Path) -> dict[str, Any]:
+    """The content of a checkpoint file, in today's form; `path` is for the sentence that refuses it."""
+    content = checked(data, path)
     try:
-        state = unpack(content)
-    except Exception:  # whatever a hostile file makes the reader throw
+        check_archive(content)
+        try:
+            state = unpack(content)
+        except Exception:  # whatever a hostile file makes the reader throw
+            raise FormatError("was refused: torch finds more in it than tensors and plain values") from None
+        state = upgraded(state)
+    except NewerFormatError as error:
+        raise UserError(f"Checkpoint {path} {error}.") from None
+    except FormatError as error:
+        raise DamagedCheckpointError(f"Checkpoint {path} {error}.") from None
+    return state | {"config": _config(state["config"], path)}
+
+
+def _config(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Checked, and with the defaults of settings that the version which wrote it did not have."""
+    try:
+        return configs.to_dict(configs.build(data, {}, source="its config"))
+    except UserError as error:
+        sentence = str(error).splitlines()[0]
+        raise UserError(f"Checkpoint {path} was made with other settings than this version knows: {sentence}") from None
+
+
+def checked(data: bytes, path: Path) -> bytes:
+    """What stands before the checksum, if that is right."""
+    if not data:
+        raise DamagedCheckpointError(f"Checkpoint {path} is damaged: the file is empty.")
+    if not data.startswith(ARCHIVE):
+        raise DamagedCheckpointError(f"{path} is damaged, or no checkpoint of this program: it begins otherwise.")
+    content, mark, digest = data.rpartition(MARK)
+    if not mark:
         raise DamagedCheckpointError(
-            f"Checkpoint {path} was refused: it holds more than tensors and plain values; loading it could run code."
-        ) from None
-    if not isinstance(state, dict) or any(not isinstance(state.get(key), kind) for key, kind in REQUIRED.items()):
-        raise DamagedCheckpointError(f"{path} is not a checkpoint of this program.")
-    if state.get("format_version") != FORMAT_VERSION:
-        raise UserError(
-            f"Checkpoint {path} has format {state.get('format_version')}, this version reads {FORMAT_VERSION}; "
-            "use the version of the program that wrote it."
+            f"Checkpoint {path} is damaged or cut short, or no checkpoint of this program: it has no checksum."
         )
-    return state
+    if hashlib.sha256(content).digest() != digest:
+        raise DamagedCheckpointError(f"Checkpoint {path} is damaged or cut short: its checksum is wrong.")
+    return content
 
 
 def newest(directory: RunDirectory, warn: Callable[[str], None] = print) -> tuple[Path, dict[str, Any]] | None:
@@ -101,6 +138,7 @@ def newest(directory: RunDirectory, warn: Callable[[str], None] = print) -> tupl
 
 
 def prune(directory: RunDirectory, keep: int) -> None:
+    """Called when a newer one is complete and on the disk: the newest `keep` stay."""
     for path in directory.step_checkpoints()[keep:]:
         path.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.run.files import cannot_write, write_atomically, write_json
 
+MAX_LINE = 65_536
 KEYS = ("step", "time", "update")  # of each line; all others are scalars named as in CleanRL
 
 
@@ -64,24 +66,37 @@ def _summary_writer() -> Any:
         raise UserError(
             "tensorboard is not installed: pip install tensorboard, or --set logging.tensorboard=false."
         ) from None
+    threading.excepthook = _but_for_tensorboard
     return SummaryWriter
+
+
+def _but_for_tensorboard(args: threading.ExceptHookArgs) -> None:
+    """Its thread cannot write: the next call of the writer says so, once, in our words."""
+    if type(args.thread).__name__ != "_AsyncWriterThread" or not issubclass(args.exc_type, OSError):
+        threading.__excepthook__(args)
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
     """The lines of a metrics.jsonl; one cut short by a crash is left out."""
+    lines = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE):
+                parsed = _parse(line)
+                if parsed is not None:
+                    lines.append(parsed)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from None
-    lines = []
-    for line in text.splitlines():
-        try:
-            parsed = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(parsed, dict) and all(key in parsed for key in KEYS):
-            lines.append(parsed)
     return lines
+
+
+def _parse(line: bytes) -> dict[str, float] | None:
+    try:
+        parsed = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_line = isinstance(parsed, dict) and all(type(parsed.get(key)) in (int, float) for key in KEYS)
+    return parsed if is_line else None
 
 
 def cut_after(path: Path, update: int) -> None:

@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,11 +19,13 @@ from typing import Any, Self
 import psutil
 
 from rl_cluster_benchmark import config_files as configs
+from rl_cluster_benchmark.algorithms.bad_numbers import COUNTS
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, summary
 from rl_cluster_benchmark.run.asynchrony import Asynchrony
+from rl_cluster_benchmark.run.checkpoint_format import all_finite
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.files import write_atomically
@@ -34,6 +36,7 @@ from rl_cluster_benchmark.timing import PhaseClock
 SECONDS_BETWEEN_MEMORY_READINGS = 10.0
 SHORTEST_RATE = 1.0  # seconds that a speed is a mean over, at least
 FINAL_FPS_UPDATES = 10
+BAD_IN_A_ROW = 100  # updates that teach nothing, until a run that skips them ends
 
 
 class Run:
@@ -54,6 +57,8 @@ class Run:
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
         self.asynchrony = Asynchrony()
+        self.bad_numbers: dict[str, float] = {}  # what was NaN or infinite, and how often
+        self._bad_in_a_row = 0
         self.steps = self.updates = 0
         self.peak_memory = 0
         self.peak_worker_memory = 0  # of the largest worker process
@@ -137,6 +142,10 @@ class Run:
     ) -> None:
         """One update is done: count, log, show, save."""
         self.asynchrony.add(asynchrony or {})
+        is_whole = not math.isfinite(losses["policy_loss"])  # not one step of the optimiser was taken
+        self.note_bad({name: losses.pop(name, 0.0) for name in COUNTS}, is_whole_update=is_whole)
+        if not is_whole:
+            self._bad_in_a_row = 0
         self.updates += 1
         self.steps += steps
         self.episodes.add(episodes)
@@ -146,6 +155,24 @@ class Run:
             self._read_memory()
         if self.updates % self.config.training.log_interval == 0:
             self._log(losses, asynchrony or {})
+
+    def note_bad(self, counts: Mapping[str, float], *, is_whole_update: bool) -> None:
+        """NaN or infinite numbers were met, and what they would have spoilt was left out (training.on_nan = skip)."""
+        found = {name: count for name, count in counts.items() if count}
+        if not found:
+            return
+        if not self.bad_numbers:
+            what = ", ".join(f"{name.replace('_', ' ')}: {count:.0f}" for name, count in found.items())
+            when = f"after update {self.updates}"
+            print(f"Warning: NaN or infinite numbers {when} ({what}); further ones are only counted.", flush=True)
+        for name, count in found.items():
+            self.bad_numbers[name] = self.bad_numbers.get(name, 0.0) + count
+        self._bad_in_a_row += is_whole_update
+        if self._bad_in_a_row >= BAD_IN_A_ROW:
+            raise TrainingFailedError(
+                f"{BAD_IN_A_ROW} updates in a row met numbers that are NaN or infinite: nothing is learned any more. "
+                "The last good checkpoint is kept."
+            )
 
     def checkpoint_due(self) -> bool:
         minutes = (time.perf_counter() - self._last_checkpoint) / 60
@@ -177,11 +204,12 @@ class Run:
         line |= {f"losses/{name}": value for name, value in losses.items() if name != "learning_rate"}
         line |= {f"time/{name}": share for name, share in self.clock.shares(now).items()}
         line |= asynchrony
+        line |= {f"system/{name}": count for name, count in self.bad_numbers.items()}
         line["system/memory_gb"] = self._memory / 1e9
         line["system/cpu_utilization"] = self.cpu_seconds / now / self.usable_cores
         assert self._metrics is not None
         assert self._progress is not None
-        self._metrics.write(line)
+        self._metrics.write({name: value for name, value in line.items() if math.isfinite(value)})
         left = now / self.fraction * (1 - self.fraction) if self.fraction > 0 else None
         self._progress.show(
             Status(
@@ -208,12 +236,18 @@ class Run:
 
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
         self.may_write()
-        if not all(bool(tensor.isfinite().all()) for tensor in learner["model"].values()):
-            raise TrainingFailedError(
-                f"The network's weights became NaN or infinite by update {self.updates}; the last good checkpoint is "
-                "kept. A smaller training.learning_rate may help."
-            )
-        checkpoint.save(path, learner | {"config": configs.to_dict(self.config), "progress": self.progress_state()})
+        progress = self.progress_state()
+        for what, value in (
+            ("network's weights", learner["model"]),
+            ("optimiser's state", learner["algorithm"]),
+            ("run's statistics", progress),
+        ):
+            if not all_finite(value):
+                raise TrainingFailedError(
+                    f"The {what} became NaN or infinite by update {self.updates}; the last good checkpoint is kept. "
+                    "A smaller training.learning_rate may help."
+                )
+        checkpoint.save(path, learner | {"config": configs.to_dict(self.config), "progress": progress})
         assert self._metrics is not None
         self._metrics.flush()
         self._last_checkpoint = time.perf_counter()
@@ -228,6 +262,7 @@ class Run:
             "peak_memory": self.peak_memory,
             "episodes": self.episodes.state_dict(),
             "asynchrony": self.asynchrony.state_dict(),
+            "bad_numbers": dict(self.bad_numbers),
             # Every random stream is named by the seed and the number of the update (see seeding.py).
             "random_state": {"seed": self.config.env.seed, "next_update": self.updates},
         }
@@ -238,8 +273,8 @@ class Run:
         self.last_update_at = state["elapsed"]
         self.clock.seconds |= state["phase_seconds"]
         self.episodes.load_state_dict(state["episodes"])
-        if "asynchrony" in state:  # checkpoints of versions without it
-            self.asynchrony.load_state_dict(state["asynchrony"])
+        self.asynchrony.load_state_dict(state["asynchrony"])
+        self.bad_numbers = dict(state["bad_numbers"])
 
     def _read_memory(self) -> None:
         sizes = memory_in_use()

@@ -41,6 +41,7 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "memory_per_worker_mb": run.peak_worker_memory / 1e6 or None,  # null without worker processes
         **run.episodes.summary(),
         "asynchrony": run.asynchrony.summary(),
+        "bad_numbers": dict(run.bad_numbers),  # NaN or infinite, left out
         "phase_shares": run.clock.shares(elapsed),
         "cpu_utilization": run.cpu_seconds / elapsed / run.usable_cores if elapsed > 0 else 0.0,
         "num_threads": run.plan.num_threads,
@@ -92,6 +93,7 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
         f"  CPU Utilization: {summary['cpu_utilization']:.0%} of {summary['usable_cores']} cores",
         f"  Time: {', '.join(f'{name} {share:.0%}' for name, share in shares)}",
         *_asynchrony(summary["asynchrony"]),
+        *_bad_numbers(summary["bad_numbers"]),
         "",
         f"Results saved to: {directory.root}",
     ]
@@ -109,6 +111,13 @@ def _asynchrony(means: dict[str, float]) -> list[str]:
     if "parameter_exchanges" in means:
         rows.append(f"  Parameter Exchanges: {means['parameter_exchanges']:.0f} between machines")
     return ["", "Asynchrony:", *rows]
+
+
+def _bad_numbers(counts: dict[str, float]) -> list[str]:
+    if not counts:
+        return []
+    found = ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in counts.items())
+    return ["", f"NaN or Infinite, Left Out: {found}"]
 
 
 def git_commit() -> str | None:

@@ -168,4 +168,5 @@ class TrainingProcess:
         """With its workers, if it has not ended by itself."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer holds it
+                self.process.wait(SECONDS_TO_STOP)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
+SECONDS_TO_DIE = 10.0
 
 Lines = queue.SimpleQueue[tuple[str, str]]
 """(node, what it printed)."""
@@ -72,7 +73,8 @@ class LocalProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # killed, but held by a disk that does not answer
+            self._process.wait(SECONDS_TO_DIE)
         self._reader.join(timeout=5)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:

@@ -1,0 +1,196 @@
+"""Runs of every mode, to be disturbed: how they are started, who is in them, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+SITE = Path(__file__).parent / "site"
+NUM_ENVS, N_STEPS, EPISODE = 16, 32, 9  # Catch: every episode takes nine steps
+MARK = "RLCB_TEST_RUN"
+SIZES = (
+    "--env", "Catch-v0", "--num-envs", NUM_ENVS, "--batch-size", 128, "--num-threads", 1,
+    "--set", f"training.n_steps={N_STEPS}", "--set", "training.log_interval=1", "--set", "training.save_interval=3",
+    "--set", "training.n_epochs=2", "--set", "parallel.pin=never",
+)  # fmt: skip
+WORKERS = ("--num-workers", 2, "--num-envs-per-worker", NUM_ENVS // 2)
+NODES = (
+    "--workers-per-node", 1, "--set", "cluster.timeout=5", "--set", "cluster.max_restarts=0",
+    "--set", "cluster.join_timeout=40", "--set", "parallel.num_envs_per_worker=null",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mode:
+    algorithm: str
+    mode: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.algorithm.upper()}_{self.mode.capitalize()}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm} {self.mode}"
+
+    def call(self, output: Path, timesteps: int, *more: object) -> list[str]:
+        train = ["train", "--algorithm", self.algorithm, *SIZES, "--total-timesteps", timesteps, "--output-dir", output]
+        if self.mode == "distributed":
+            train = ["launch", "local", "--nodes", 2, "--", *train, *NODES]
+        else:
+            train += ["--mode", self.mode, *(WORKERS if self.mode == "parallel" else ())]
+        return [sys.executable, "-m", "rl_cluster_benchmark", *map(str, [*train, *more])]
+
+
+MODES = [
+    Mode("ppo", "sequential"),
+    Mode("ppo", "parallel"),
+    Mode("a2c", "parallel"),
+    Mode("a3c", "parallel"),
+    Mode("impala", "parallel"),
+    Mode("ppo", "distributed"),
+    Mode("a3c", "distributed"),
+    Mode("impala", "distributed"),
+]
+
+
+@dataclass
+class Faulty:
+    """A run in the background, with a temporary folder of its own; use it as a context manager."""
+
+    mode: Mode
+    output: Path
+    timesteps: int = 10_000_000
+    more: tuple[object, ...] = ("--resume",)
+    environ: dict[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()  # a command that starts the run: prlimit, unshare
+
+    def __enter__(self) -> Faulty:
+        self.id = uuid.uuid4().hex
+        self.temporary = Path(tempfile.mkdtemp(prefix="rlcb-fault-"))  # empty afterwards, or something was left
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.text_file = self.output.parent / f"{self.id}.log"
+        self.shm_before = set(os.listdir("/dev/shm"))
+        environ = os.environ | {
+            "PYTHONPATH": f"{SITE}:{ROOT}", "PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary), MARK: self.id,
+        }  # fmt: skip
+        with open(self.text_file, "wb") as file:
+            self.process = subprocess.Popen(
+                [*self.prefix, *self.mode.call(self.output, self.timesteps, *self.more)],
+                cwd=ROOT, env=environ | self.environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.everyone():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.wait(timeout=30)
+        subprocess.run(["rm", "-rf", self.temporary], check=False)
+
+    @property
+    def text(self) -> str:
+        return self.text_file.read_text(errors="replace")
+
+    def everyone(self) -> list[psutil.Process]:
+        """All processes of the run, found by a mark in their environment: parents may be gone."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.id and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def mains(self) -> list[psutil.Process]:
+        """The process of the run, or of each of its nodes."""
+        own = psutil.Process(self.process.pid)
+        return [p for p in own.children() if "train" in p.cmdline()] if self.mode.mode == "distributed" else [own]
+
+    def servers(self) -> list[psutil.Process]:
+        return [c for main in self.mains() for c in main.children() if "multiprocessing.forkserver" in _command(c)]
+
+    def workers(self) -> list[list[psutil.Process]]:
+        """Of each node, in the order of their ranks; IMPALA's learner, of which there is one here, is the first."""
+        return [sorted(server.children(), key=lambda worker: worker.create_time()) for server in self.servers()]
+
+    def log(self) -> Path:
+        return self.output / "logs" / self.mode.label / "metrics.jsonl"
+
+    def num_lines(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return self.log().read_bytes().count(b"\n")
+        return 0
+
+    def wait_for_updates(self, more: int = 1, seconds: float = 90) -> None:
+        """Until so many updates are in the log that were not there when it began this time."""
+        deadline = time.monotonic() + seconds
+        while "Resumed from" not in self.text and "starting at the beginning" not in self.text:
+            self._still_going(deadline)
+        before = None
+        while True:
+            # A resumed run rewrites the log without what it is about to do again, then appends.
+            lines = self.num_lines()
+            before = lines if before is None or lines < before else before
+            if lines >= before + more:
+                return
+            self._still_going(deadline)
+
+    def _still_going(self, deadline: float) -> None:
+        assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text}"
+        assert time.monotonic() < deadline, f"no progress:\n{self.text}"
+        time.sleep(0.02)
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {seconds} s:\n{self.text}") from None
+
+    def leftovers(self, seconds: float = 10.0) -> list[str]:
+        """What is still there of a run that has ended: processes, shared memory, temporary files."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [f"process {p.pid}: {_command(p)}" for p in self.everyone()]
+            found += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shm_before - _in_use_in_shm()]
+            found += [f"temporary {file}" for file in self.temporary.rglob("*")]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
+
+    def signal_group(self, number: int) -> None:
+        for process in self.everyone() if self.mode.mode == "distributed" else ():
+            with contextlib.suppress(psutil.Error):  # its nodes have groups of their own
+                process.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def _in_use_in_shm() -> set[str]:
+    """By whatever else runs on this machine: the processes of the run are gone."""
+    names = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            lines = maps.read_text().splitlines()
+            names |= {line.rpartition("/dev/shm/")[2].strip() for line in lines if "/dev/shm/" in line}
+    return names
+
+
+def _command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def name_of(number: int) -> str:
+    return signal.Signals(number).name

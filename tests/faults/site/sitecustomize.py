@@ -1,0 +1,90 @@
+"""Found by every Python process of a run whose PYTHONPATH begins here: environments that fail as RLCB_FAULT says.
+
+{"kind": "nan_reward", "process": "rlcb-worker-1", "after": 100, "count": 3}: steps 100 to 102 of that process (of any,
+if none is named) give a NaN reward. Other kinds: inf_observation, raise, hang, eat (memory).
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+
+FAULT = json.loads(os.environ.get("RLCB_FAULT", "{}"))
+
+
+class BrokenGameError(Exception):
+    pass
+
+
+def fail(step, calls):
+    """What a step gives, or does, instead."""
+    kind = FAULT["kind"]
+    if kind == "raise":
+        raise BrokenGameError("the game fell over")
+    if kind == "hang":
+        while True:
+            time.sleep(60)
+    if kind == "eat":
+        EATEN.append(bytearray(64 << 20))
+    if kind == "nan_reward":
+        step.rewards[0] = float("nan")
+    if kind == "inf_observation":
+        step.observations[0] = float("inf")
+    return step
+
+
+EATEN: list[bytearray] = []
+
+
+class Finder:
+    """Patches the environments when they are imported, not before: thread counts have to be set first."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "rl_cluster_benchmark.envs":
+            return None
+        sys.meta_path.remove(self)
+        import importlib.util
+
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            patch(module.EnvPoolEnv)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def patch(env):
+    real = env.step
+    calls = 0
+
+    def step(self, actions):
+        nonlocal calls
+        calls += 1
+        result = real(self, actions)
+        after, count = FAULT.get("after", 1), FAULT.get("count", 10**9)
+        here = FAULT.get("process") in (None, multiprocessing.current_process().name)
+        return fail(result, calls) if here and after <= calls < after + count else result
+
+    env.step = step
+
+
+def jump():
+    """The clock of the day, days ahead and days behind in turn; what measures durations is left alone."""
+    real, calls = time.time, 0
+
+    def jumping():
+        nonlocal calls
+        calls += 1
+        return real() + 86_400 * (calls % 7 - 3)
+
+    time.time = jumping
+
+
+if FAULT.get("kind") == "clock":
+    jump()
+elif FAULT:
+    sys.meta_path.insert(0, Finder())

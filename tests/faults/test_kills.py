@@ -1,0 +1,14 @@
+"""The short form of kills.py: killed, resumed, checked. `make test-faults` does it 300 times, in every mode."""
+
+import os
+
+import kills
+import pytest
+from harness import MODES
+
+
+@pytest.mark.parametrize("mode", [MODES[1], MODES[4]], ids=lambda mode: mode.name)
+def test_kills(mode):
+    seed = int(os.environ.get("RLCB_FAULT_SEED", "1"))
+    print(f"RLCB_FAULT_SEED={seed}")
+    assert len(kills.strike(1, seed, [mode], stopped=2.0)) == 1
