@@ -1,4 +1,4 @@
-"""The subcommand that chooses speed: `rlcb tune`."""
+"""The subcommands that choose and explain speed: `rlcb tune` and `rlcb profile`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-TUNE_DIR = "runs/tune"
+TUNE_DIR, PROFILE_DIR = "runs/tune", "runs/profile"
 SET_BY_MEASURING = (
     "--total-timesteps", "--duration", "--checkpoint-dir", "--log-dir", "--device", "--num-nodes", "--workers-per-node",
     "--master-addr", "--master-port",
@@ -31,10 +31,46 @@ examples:
   rlcb tune --config ppo_procgen_paper --exhaustive       and check the choice against every setting there is
   rlcb train --config runs/tune/tuned.yaml --output-dir runs/tuned
 """
+PROFILE_HELP = """\
+Train for a few seconds and say where the time goes: by phase in every process, by operator, with the C code and the
+environments as rows of their own; GFLOP/s of the network against what this machine's matrix multiplication reaches;
+memory traffic, page faults, context switches, cores; and in a few sentences what limits the run and what would help.
+A run with --trace can be looked at in Chrome; with py-spy installed a flame graph is drawn.
+"""
+PROFILE_EXAMPLES = """\
+examples:
+  rlcb profile --config ppo_procgen_paper --mode parallel
+  rlcb profile --config ppo_procgen_paper --trace trace.json     then open chrome://tracing or ui.perfetto.dev
+  rlcb profile --algorithm impala --config impala_procgen        who waits for whom
+  rlcb profile --config runs/tune/tuned.yaml                     what `rlcb tune` found
+"""
 
 
 def add_performance_commands(commands: Any) -> None:
     _add_tune(commands)
+    _add_profile(commands)
+
+
+def _add_profile(commands: Any) -> None:
+    from rl_cluster_benchmark.cli import _seconds, add_config_arguments
+
+    parser = commands.add_parser(
+        "profile",
+        help="say where the time of a run goes and what limits it",
+        description=PROFILE_HELP,
+        epilog=PROFILE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=15.0, metavar="S", help="measured after the first update; default: 15"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of one process of each kind")
+    parser.add_argument("--no-peak", action="store_true", help="do not measure what the machine could do: seconds less")
+    parser.add_argument("--no-flame", action="store_true", help="draw no flame graph even if py-spy is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier profile in the output directory")
+    add_config_arguments(parser, without=SET_BY_MEASURING)
+    parser.set_defaults(run=_profile)
 
 
 def _add_tune(commands: Any) -> None:
@@ -106,3 +142,23 @@ def _given_keys(args: argparse.Namespace) -> set[str]:
     flags = {key for flag, (key, _, _) in FLAGS.items() if getattr(args, _attribute(flag)) is not None}
     top = {name for name in ("algorithm", "mode") if getattr(args, name) is not None}
     return flags | top | {parse_assignment(text)[0] for text in args.set}
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.profile_run.run import Settings, profile
+    from rl_cluster_benchmark.run.stop import Signals
+
+    if args.mode is None and args.config is None:
+        args.mode = "parallel"
+    settings = Settings(
+        seconds=args.seconds,
+        output_dir=Path(args.output_dir or PROFILE_DIR),
+        overwrite=args.overwrite,
+        trace=Path(args.trace) if args.trace else None,
+        peak=not args.no_peak,
+        flame=not args.no_flame,
+    )
+    config = _config(args)
+    signals = Signals()
+    signals.install()
+    return profile(config, settings, signals)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PHASES = ("env", "inference", "update", "communication", "waiting")  # whatever is left is "other"
+
+observer: Callable[[PhaseClock, float], None] | None = None  # of a profiled process: called when a phase begins or ends
 
 
 class PhaseClock:
@@ -31,6 +33,8 @@ class PhaseClock:
         if outer is not None:
             self.seconds[outer] += now - self._since
         self._current, self._since = name, now
+        if observer is not None:
+            observer(self, now)
         return outer
 
     def shares(self, total: float) -> dict[str, float]:

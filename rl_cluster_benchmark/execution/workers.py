@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.profile_run.attach import attach
 
 PR_SET_PDEATHSIG = 1
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
@@ -159,6 +160,7 @@ def _main(
     if core is not None:
         os.sched_setaffinity(0, {core})
     try:
+        attach(rank)
         target(rank, connection, *args)
         connection.send(("finished", None))
     except UserError as error:
