@@ -43,6 +43,7 @@ examples:
   rlcb profile --config ppo_procgen_paper --trace trace.json     then open chrome://tracing or ui.perfetto.dev
   rlcb profile --algorithm impala --config impala_procgen        who waits for whom
   rlcb profile --config runs/tune/tuned.yaml                     what `rlcb tune` found
+  rlcb profile --of runs/coinrun                                 what limited a run that is over, on a cluster too
 """
 
 
@@ -64,6 +65,9 @@ def _add_profile(commands: Any) -> None:
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=15.0, metavar="S", help="measured after the first update; default: 15"
+    )
+    parser.add_argument(
+        "--of", metavar="DIR", help="train nothing: say what limited the run in this directory, of any mode"
     )
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of one process of each kind")
     parser.add_argument("--no-peak", action="store_true", help="do not measure what the machine could do: seconds less")
@@ -148,6 +152,10 @@ def _profile(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.profile_run.run import Settings, profile
     from rl_cluster_benchmark.run.stop import Signals
 
+    if args.of is not None:
+        from rl_cluster_benchmark.profile_run.finished import explain
+
+        return explain(Path(args.of))
     if args.mode is None and args.config is None:
         args.mode = "parallel"
     settings = Settings(

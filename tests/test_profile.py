@@ -14,6 +14,7 @@ from rl_cluster_benchmark.profile_run import cost, peak, verdict
 from rl_cluster_benchmark.profile_run.cost import Cost
 from rl_cluster_benchmark.profile_run.figures import Process, Profile
 from rl_cluster_benchmark.profile_run.peak import Peak
+from rl_cluster_benchmark.run.directory import RunDirectory
 
 QUICK = ("--env", "Catch-v0", "--seconds", 1, "--no-peak", "--set", "hardware.num_threads=1")
 # Catch is a few array operations; this network is not.
@@ -211,11 +212,54 @@ def test_advice_follows_the_config():
     assert 0 < low < high
 
 
+def test_a_run_that_is_over(trained):
+    done = rlcb("profile", "--of", trained)
+    assert done.returncode == 0, done.stderr
+    shares = json.loads((trained / "training_summary.json").read_text())["phase_shares"]
+    assert f"{shares['env']:.1%}" in done.stdout
+    assert "The bottleneck is the " in done.stdout
+
+
+def write_run(folder, changes, shares, **asynchrony):
+    config = config_files.load(None, changes)
+    summary = {
+        "state": "finished", "total_timesteps": 10, "total_updates": 1, "duration_hours": 1, "avg_fps": 3,
+        "final_fps": 3, "peak_memory_gb": 1, "num_workers": 4, "usable_cores": 8, "phase_shares": shares,
+        "asynchrony": asynchrony,
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(config_files.to_yaml(config))
+    (folder / "training_summary.json").write_text(json.dumps(summary))
+    log = RunDirectory.of(config_files.load(None, changes | {"output_dir": str(folder)})).metrics_log
+    log.parent.mkdir(parents=True)
+    log.write_text(json.dumps({"step": 10, "time": 1.0, "update": 1}) + "\n")
+
+
+def test_a_slow_network_between_machines(tmp_path):
+    shares = {"env": 0.1, "inference": 0.1, "update": 0.2, "communication": 0.55, "waiting": 0.05, "other": 0.0}
+    write_run(tmp_path, {"mode": "distributed"}, shares)
+    done = rlcb("profile", "--of", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "The bottleneck is the communication." in done.stdout
+    assert "cluster.compression=bfloat16" in done.stdout
+
+
+def test_an_impala_run_that_is_over(tmp_path):
+    """The mean over four actors and one learner; only actors act."""
+    shares = {"env": 0.4, "inference": 0.32, "update": 0.08, "communication": 0.0, "waiting": 0.2, "other": 0.0}
+    changes = {"algorithm": "impala", "mode": "parallel", "impala.num_learners": 1, "parallel.num_workers": 4}
+    write_run(tmp_path, changes, shares, learner_idle=0.6, actor_idle=0.1)
+    done = rlcb("profile", "--of", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "learners wait 60% of their time for experience (actors: 4, learners: 1)" in done.stdout
+    assert "the environments (50%) and to inference (40%)" in done.stdout
+    assert rlcb("profile", "--of", tmp_path / "nothing").returncode == 2
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
         (("--seconds", "0"), "--seconds: 0 is not allowed"),
-        (("--mode", "distributed"), "rlcb profile looks at one machine"),
+        (("--mode", "distributed"), "rlcb profile trains on one machine"),
         (("--set", "hardware.device=cuda", "--mode", "sequential"), "rlcb profile is about CPUs"),
         (("--set", "model.architecture=nature"), "needs images, but observations have shape"),
     ],

@@ -84,7 +84,7 @@ class Profile:
     threads: int
     batch: int  # samples of an optimiser step, over all processes
     passes_per_step: float  # of training, for each environment step
-    cost: Cost
+    cost: Cost | None  # None where nobody counted, as for a run that is over
     peak: Peak | None
     run: dict[str, Any]  # its training_summary.json
 
@@ -95,7 +95,7 @@ class Profile:
         """Of forward, backward or inference passes; None if there were none."""
         seconds = sum(process.pass_seconds.get(kind, 0.0) for process in self.processes)
         samples = sum(process.samples[kind] for process in self.processes)
-        if not seconds or not samples:
+        if not seconds or not samples or self.cost is None:
             return None
         flops = self.cost.backward_flops if kind == BACKWARD else self.cost.forward_flops
         busy = self.threads * len(self.processes)
@@ -113,6 +113,7 @@ class Profile:
 
     def traffic(self) -> tuple[float, float]:
         """GB/s to and from memory: (if passes stay in the cache, if every layer's tensors go through memory)."""
+        assert self.cost is not None
         forward, backward = self.cost.bytes_at_most(self.precision)
         least, trained = self.cost.bytes_at_least(), self.fps * self.passes_per_step
         steps = trained / self.batch * self.cost.bytes_per_step() * max(1, len(self.of_role("worker", "learner")))

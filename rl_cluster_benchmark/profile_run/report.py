@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_cluster_benchmark.analysis.runs import RunRecord
 from rl_cluster_benchmark.analysis.text import NOTHING, table
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.profile_run.figures import PASSES, Process, Profile
@@ -45,6 +46,15 @@ def show(profile: Profile, verdict: Verdict, config: Config) -> None:
     print("", "What limits this run", *verdict.sentences, "", sep="\n", flush=True)
 
 
+def show_finished(run: RunRecord, profile: Profile, verdict: Verdict) -> None:
+    """Of a run that is over: as much as its files tell."""
+    print(f"{run.algorithm} {run.mode} on {run.config.env.name}, {run.state}: {profile.fps:,.0f} steps/s")
+    means = {process.role: process for process in profile.processes}  # all of a role are like the mean of it
+    rows = [[f"mean {role}", *(f"{p.shares[name]:.1%}" for name in PHASES)] for role, p in means.items()]
+    print("", "Time by phase", *table(["", *PHASES], rows), sep="\n")
+    print("", "What limits this run", *verdict.sentences, sep="\n", flush=True)
+
+
 def _phases(profile: Profile) -> list[str]:
     rows = [[p.name, *(f"{p.shares[name]:.1%}" for name in PHASES)] for p in profile.processes]
     return table(["", *PHASES], rows)
@@ -64,6 +74,7 @@ def _cores(profile: Profile) -> str:
 
 def _passes(profile: Profile) -> list[str]:
     cost, rows = profile.cost, []
+    assert cost is not None
     for kind in PASSES:
         rate = profile.rate(kind)
         flops = cost.backward_flops if kind == "backward" else cost.forward_flops
@@ -114,7 +125,7 @@ def write(folder: Path, profile: Profile, verdict: Verdict, config: Config) -> N
         "cores": profile.cores,
         "others_cpu": profile.others_cpu,
         "passes": {kind: rate and dataclasses.asdict(rate) | {"of_peak": rate.of_peak} for kind, rate in rates.items()},
-        "network": dataclasses.asdict(profile.cost),
+        "network": dataclasses.asdict(profile.cost) if profile.cost else None,
         "peak": dataclasses.asdict(profile.peak) if profile.peak else None,
         "memory_traffic_gb_per_second": {"at_least": low, "at_most": high},
         "precision": profile.precision,

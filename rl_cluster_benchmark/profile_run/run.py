@@ -74,7 +74,10 @@ def profile(config: Config, settings: Settings, signals: Signals) -> int:
 
 def _measured(config: Config) -> Config:
     if config.mode == "distributed":
-        raise UserError("rlcb profile looks at one machine; profile with --mode parallel what each machine does.")
+        raise UserError(
+            "rlcb profile trains on one machine: use --mode parallel for what each machine does, or --of DIR for a "
+            "distributed run that is over."
+        )
     if config.hardware.device != "cpu":
         raise UserError(f"rlcb profile is about CPUs, and hardware.device = {config.hardware.device}; use cpu.")
     config = short_updates(resolve_envs(config, hardware.detect()))

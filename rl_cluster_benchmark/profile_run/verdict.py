@@ -108,6 +108,11 @@ def _faster_network(profile: Profile, config: Config, machine: Machine) -> str:
 
 
 def _less_communication(config: Config) -> str:
+    if config.mode == "distributed":
+        return (
+            "Gradients cross the network: a faster link, cluster.compression=bfloat16 (half the bytes), larger batches "
+            "or cluster.sync=local_sgd (fewer sums) would help; the last two change what is learned."
+        )
     if config.parallel.reduce == "gloo":
         return "parallel.reduce=shared_memory sums through memory instead of sockets."
     return (
