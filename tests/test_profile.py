@@ -61,15 +61,16 @@ def test_a_slow_environment(tmp_path):
 
 
 def test_a_slow_network(tmp_path):
-    call = ("--mode", "parallel", "--num-workers", 2, "--num-envs", 16, "--batch-size", 512)
+    # One worker: two of them would wait for each other on a machine that does something else as well.
+    call = ("--mode", "parallel", "--num-workers", 1, "--num-envs", 16, "--batch-size", 512)
     more = ("--set", "training.n_steps=32", "--set", "parallel.pin=never")
     found, text = profile(tmp_path, *BIG_NETWORK, *call, *more)
     assert (tmp_path / "flame.svg").exists() or "No flame graph: py-spy" in text
     assert found["bottleneck"] == verdict.NETWORK, found["verdict"]
-    assert [process["name"] for process in found["processes"]] == ["worker 0", "worker 1"]
-    samples = sum(process["samples"]["backward"] for process in found["processes"])
-    seconds = max(process["seconds"] for process in found["processes"])
-    assert samples == pytest.approx(found["fps"] * 4 * seconds, rel=0.4), "four epochs over each step"
+    assert [process["name"] for process in found["processes"]] == ["worker 0"]
+    samples = found["processes"][0]["samples"]
+    assert samples["forward"] == pytest.approx(4 * samples["inference"], rel=0.5), "four epochs over each step"
+    assert abs(samples["backward"] - samples["forward"]) <= 512
     rate = found["passes"]["backward"]
     assert rate["gflops"] == pytest.approx(rate["samples"] * found["network"]["backward_flops"] / 1e9)
 

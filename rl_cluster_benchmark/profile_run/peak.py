@@ -44,7 +44,14 @@ def measure(cores: Sequence[int]) -> Peak:
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
-                subprocess.Popen([*call, str(core)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    [*call, str(core)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends them
+                )
             )
             for core in cores
         ]

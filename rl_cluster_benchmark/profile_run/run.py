@@ -29,7 +29,7 @@ from rl_cluster_benchmark.tune.trials import short_updates
 
 SECONDS_BETWEEN_LOOKS = 0.1
 MOST_TRACED_SECONDS = 10.0
-SECONDS_TO_WRITE = 120.0
+SECONDS_TO_WRITE = 300.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,11 @@ class WatchedRun:
             self.no_flame = flame.record(self.process.process.pid, self.folder / report.FLAME)
         self._next_stage()  # DONE
         started = list(self.notes.glob("*.pid"))
-        self._wait(lambda: all(pid.with_suffix(".json").exists() for pid in started), "write down what it saw")
+        self._wait(
+            lambda: all(pid.with_suffix(".json").exists() for pid in started),
+            "write down what it saw",
+            SECONDS_TO_WRITE,
+        )
 
     def _has_roles(self) -> bool:
         return self.run_config.algorithm == "impala" and self.run_config.mode == "parallel"
@@ -139,15 +143,15 @@ class WatchedRun:
         with (self.notes / STAGE_FILE).open("ab") as file:
             file.write(b".")
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], what: str, limit: float = SECONDS_WITHOUT_PROGRESS) -> None:
         began = time.monotonic()
         while not condition():
             if self.signals.received is not None:
                 raise KeyboardInterrupt
             if self.process.process.poll() is not None:
                 raise self.process.failure()
-            if time.monotonic() - began > SECONDS_WITHOUT_PROGRESS:
-                raise TrainingFailedError(f"The run did not {what} in {SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes.")
+            if time.monotonic() - began > limit:
+                raise TrainingFailedError(f"The run did not {what} in {limit / 60:.0f} minutes.")
             self.process.read()
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
