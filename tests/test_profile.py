@@ -7,12 +7,15 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from conftest import ROOT, environment, rlcb
 
 from rl_cluster_benchmark import config_files, hardware
+from rl_cluster_benchmark.models import ActorCritic, make_model
 from rl_cluster_benchmark.profile_run import cost, peak, verdict
 from rl_cluster_benchmark.profile_run.cost import Cost
 from rl_cluster_benchmark.profile_run.figures import Process, Profile
+from rl_cluster_benchmark.profile_run.passes import IN_C, Passes
 from rl_cluster_benchmark.profile_run.peak import Peak
 from rl_cluster_benchmark.run.directory import RunDirectory
 
@@ -118,37 +121,28 @@ def test_the_peak_of_this_machine():
     assert found.of("float32", 1, 2) == found.all_cores["float32"] / found.cores
 
 
-def test_the_native_network_has_rows_of_its_own():
-    """In a process of its own: timers stay where they are laid."""
-    program = """
-import sys
-from rl_cluster_benchmark.profile_run.passes import IN_C, Passes
-for place, function, name in IN_C:
-    assert callable(getattr(place, function)), name
-passes = Passes()
-passes.install()
-import torch
-from rl_cluster_benchmark import config_files
-from rl_cluster_benchmark.models import make_model
-config = config_files.load("ppo_procgen_paper")
-model = make_model(config.model, (64, 64, 3), 15, config.hardware, torch.bfloat16, "native")
-images = torch.zeros(4, 64, 64, 3, dtype=torch.uint8)
-with torch.no_grad():
-    model(images)
-logits, values = model(images)
-passes.recording = True
-with torch.profiler.profile() as profiler:
-    (logits.sum() + values.sum()).backward()
-    model(images)
-rows = {row.key for row in profiler.key_averages()}
-backward = "native network: backward" if model.native_trunk is not None else "C max-pooling: backward"
-assert backward in rows or not passes.seconds.keys() & {name for _, _, name in IN_C}, rows
-assert passes.samples == {"inference": 4, "forward": 8, "backward": 4}
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_native_network_has_rows_of_its_own(monkeypatch):
+    for place, function, _ in (*IN_C, (ActorCritic, "forward", ""), (torch.Tensor, "backward", "")):
+        monkeypatch.setattr(place, function, getattr(place, function))  # put back at the end
+    config = config_files.load("ppo_procgen_paper")
+    model = make_model(config.model, (64, 64, 3), 15, config.hardware, torch.bfloat16, "native")
+    if model.native_trunk is None:
+        assert hardware.detect().fast_bfloat16 is None, "there is a compiler here"
+        pytest.skip("this CPU cannot run the network in C")
+    passes = Passes()
+    passes.install()
+    images = torch.zeros(4, 64, 64, 3, dtype=torch.uint8)
+    with torch.no_grad():
+        model(images)
+    logits, values = model(images)
+    passes.recording = True
+    with torch.profiler.profile() as profiler:
+        (logits.sum() + values.sum()).backward()
+        model(images)
+    rows = {row.key for row in profiler.key_averages()}
+    assert {"native network: forward", "native network: backward"} <= rows
+    assert passes.samples == {"inference": 4, "forward": 8, "backward": 4}
+    assert passes.seconds["native network: forward"] < passes.seconds["inference"] + passes.seconds["forward"]
 
 
 def process(role="worker", rank=0, cpu=1.0, **shares):
@@ -262,7 +256,6 @@ def test_an_impala_run_that_is_over(tmp_path):
         (("--seconds", "0"), "--seconds: 0 is not allowed"),
         (("--mode", "distributed"), "rlcb profile trains on one machine"),
         (("--set", "hardware.device=cuda", "--mode", "sequential"), "rlcb profile is about CPUs"),
-        (("--set", "model.architecture=nature"), "needs images, but observations have shape"),
     ],
 )
 def test_wrong_inputs(args, text, tmp_path):
@@ -270,4 +263,4 @@ def test_wrong_inputs(args, text, tmp_path):
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
-    assert set(os.listdir(tmp_path)) <= {".lock"}
+    assert not os.listdir(tmp_path)
