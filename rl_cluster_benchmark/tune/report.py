@@ -19,7 +19,8 @@ ROWS = 20  # of the table on the screen; the JSON has all
 LEGEND = """\
 steps/s     environment steps per second, median of the trials; +- is half of their range
 against     times the speed of the config as it is (marked "as it is")
-balance     share of each minibatch that goes to whichever worker is free first"""
+balance     share of each minibatch that goes to whichever worker is free first
+policy lag  updates made since the experience of an update was begun (IMPALA): the one thing a split changes"""
 
 
 def name(setting: Setting) -> str:
@@ -93,7 +94,9 @@ def sentences(space: Space, tried: Sequence[Trial], chosen: Trial) -> list[str]:
     own = next(trial for trial in tried if trial.setting == space.default)
     measured = sum(bool(trial.rates) for trial in tried)
     lines = [f"Chosen: {name(chosen.setting)}: {chosen.fps:,.0f} steps/s."]
-    if chosen.setting == space.default:
+    if measured == 1 < len(space.settings):
+        lines.append("That is the config as it is: there was no time for anything else; give it a larger --budget.")
+    elif chosen.setting == space.default:
         lines.append("That is how the config runs as it is: nothing tried was faster.")
     elif own.rates:
         lines.append(f"That is {chosen.fps / own.fps:.2f} times the {own.fps:,.0f} of the config as it is.")
@@ -106,7 +109,7 @@ def learning_sentence(space: Space, setting: Setting) -> str:
     if setting.learning:
         return f"NOTE: it changes what is learned: {'; '.join(setting.learning)}. Compare learning curves."
     training, config = space.config.training, space.tuned(setting)
-    batch = f"{config.batch_size} samples" if config.algorithm == "ppo" else "the whole rollout"
+    batch = {"ppo": f"{config.batch_size} samples", "a3c": "a worker's rollout"}.get(config.algorithm, "a rollout")
     if config.algorithm == "impala":
         batch = f"{config.unrolls_per_step} unrolls"
         if config.unrolls_per_step != space.asked_batch:

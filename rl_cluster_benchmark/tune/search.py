@@ -41,7 +41,8 @@ def search(space: Space, trials: Runner, say: Callable[[Trial], None], *, finals
         _explore(space, trials, say, until)
         if len(trials.tried) == before and until is None:
             return
-        _finals(space, trials, say)
+        if len(trials.tried) > 1 or len(space.settings) == 1:
+            _finals(space, trials, say)
         until = None
 
 
