@@ -12,9 +12,7 @@ QUICK := env.num_envs=32 training.n_steps=32 training.batch_size=256 training.n_
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
-.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling tune evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench clean
-.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling tune profile evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench clean
+.PHONY: help quickstart test test-cluster lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling tune profile evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-27s %s\n", $$1, $$2}'
