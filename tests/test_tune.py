@@ -201,6 +201,9 @@ def test_equals_change_nothing(big_machine):
     assert choose(space, tried).setting == space.default
     assert choose(space, tried[1:3]).setting == space.settings[1]
     assert choose(space, []) is None
+    assert not any("Warning" in line for line in report.sentences(space, tried, tried[0]))
+    tried[0].rates.append(Rate(700, 1, 4.0, {}, 1.0, {}))
+    assert "Warning: its trials differ by 15%" in report.sentences(space, tried, tried[0])[-1]
 
 
 def test_a_search(tmp_path):

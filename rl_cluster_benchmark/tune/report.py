@@ -15,6 +15,7 @@ from rl_cluster_benchmark.tune.space import GROUPS, Setting, Space
 from rl_cluster_benchmark.tune.trials import Trial
 
 YAML, JSON = "tuned.yaml", "tune.json"
+STEADY = 0.1  # half of the range of a setting's trials
 ROWS = 20  # of the table on the screen; the JSON has all
 LEGEND = """\
 steps/s     environment steps per second, median of the trials; +- is half of their range
@@ -102,6 +103,11 @@ def sentences(space: Space, tried: Sequence[Trial], chosen: Trial) -> list[str]:
         lines.append(f"That is {chosen.fps / own.fps:.2f} times the {own.fps:,.0f} of the config as it is.")
     lines.append(f"{measured} of {len(space.settings)} settings were measured.")
     lines.append(learning_sentence(space, chosen.setting))
+    if chosen.spread > STEADY:
+        lines.append(
+            f"Warning: its trials differ by {chosen.spread:.0%} from their middle: something else was running, and the "
+            "choice may be chance. Repeat it on a quiet machine."
+        )
     return lines
 
 
