@@ -12,7 +12,7 @@ QUICK := env.num_envs=32 training.n_steps=32 training.batch_size=256 training.n_
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-cluster test-faults fuzz soak lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
+.PHONY: help quickstart test test-cluster test-faults fuzz soak lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling tune profile evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-27s %s\n", $$1, $$2}'
@@ -74,6 +74,12 @@ train-a2c-parallel: venv/.installed ## train A2C on all cores
 
 scaling: venv/.installed ## measure how PPO speeds up with workers on this machine
 	$(BIN)/rlcb scaling --output-dir $(OUT)/scaling $(ARGS)
+
+tune: venv/.installed ## find the fastest setting for PPO on this machine: runs/tune/tuned.yaml
+	$(BIN)/rlcb tune --config ppo_procgen_paper --overwrite $(ARGS)
+
+profile: venv/.installed ## say where the time of PPO goes on this machine and what limits it
+	$(BIN)/rlcb profile --config ppo_procgen_paper --mode parallel --overwrite $(ARGS)
 
 train-a3c-parallel: venv/.installed ## train A3C on all cores
 	$(BIN)/python train_a3c_parallel.py $(ARGS)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli_analysis import add_analysis_commands
 from rl_cluster_benchmark.cli_checkpoint import add_checkpoint_command
+from rl_cluster_benchmark.cli_performance import add_performance_commands
 from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ examples:
   rlcb evaluate --checkpoint runs/coinrun/checkpoints/ppo_sequential_final.pt --levels test
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
   rlcb scaling --algorithm ppo --workers 1,2,4,8,16
+  rlcb tune --config ppo_procgen_paper
   rlcb compare runs/coinrun runs/starpilot
   rlcb benchmark --algorithms ppo a2c --games coinrun --seeds 1 2 3 --duration 0.5
   rlcb doctor
@@ -136,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_scaling(commands)
     add_analysis_commands(commands)
     add_checkpoint_command(commands)
+    add_performance_commands(commands)
 
     doctor = commands.add_parser(
         "doctor", help="check that everything needed is there", description="Check the machine."

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 PHASES = ("env", "inference", "update", "communication", "waiting")  # whatever is left is "other"
 
+observer: Callable[[PhaseClock, float], None] | None = None  # of a profiled process: called when a phase begins or ends
+
 
 def _nobody(is_waiting: bool) -> None:
     pass
@@ -49,6 +51,8 @@ class PhaseClock:
             self.seconds[outer] += now - self._since
         self._current, self._since = name, now
         _told(name == "waiting")
+        if observer is not None:
+            observer(self, now)
         return outer
 
     def shares(self, total: float) -> dict[str, float]:

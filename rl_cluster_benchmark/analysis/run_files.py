@@ -44,6 +44,7 @@ class Summary(BaseModel):
     num_episodes: Number = 0
     num_workers: Annotated[int, Field(ge=1)] = 1
     phase_shares: dict[str, Number] = {}
+    asynchrony: dict[str, Number] = {}
     cpu_utilization: Number | None = None
     num_threads: int | None = None
     precision: str | None = None

@@ -25,6 +25,7 @@ from typing import Any, Self
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.execution.watchdog import Pulse, Watchdog
 from rl_cluster_benchmark.timing import beat
+from rl_cluster_benchmark.profile_run.attach import attach
 
 PR_SET_PDEATHSIG = 1
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
@@ -213,6 +214,7 @@ def _main(
     if core is not None:
         os.sched_setaffinity(0, {core})
     try:
+        attach(rank)
         target(rank, connection, *args)
         connection.send(("finished", None))
     except UserError as error:

@@ -42,14 +42,14 @@ def scaling(config: Config, settings: Settings, signals: Signals) -> int:
     machine = hardware.detect()
     counts, skipped = choose_counts(settings.workers, machine)
     sweep = Sweep(config, settings, signals, make_cases(config, counts, settings.envs_per_worker, machine))
-    lock = _claim(settings)
+    lock = claim(settings.output_dir, results.FILES, overwrite=settings.overwrite)
     try:
         print("\n".join(_header(config, sweep.cases, settings)), flush=True)
         if skipped:
             print(
                 f"Skipped, for there are {machine.usable_cores} usable cores: {_listed(skipped)} workers.", flush=True
             )
-        with _runs_folder(settings.output_dir) as folder, contextlib.suppress(KeyboardInterrupt):
+        with runs_folder(settings.output_dir) as folder, contextlib.suppress(KeyboardInterrupt):
             sweep.measure(folder)
     finally:
         sweep.show()
@@ -115,20 +115,19 @@ class Sweep:
         }
 
 
-def _claim(settings: Settings) -> int:
+def claim(output_dir: Path, files: Sequence[str], *, overwrite: bool, what: str = "a sweep") -> int:
     """Lock the output directory; returns the lock, to be held open. Older results stay until there are new ones."""
-    lock = lock_directory(settings.output_dir)
-    if not settings.overwrite and any((settings.output_dir / name).exists() for name in results.FILES):
+    lock = lock_directory(output_dir)
+    if not overwrite and any((output_dir / name).exists() for name in files):
         os.close(lock)
         raise UserError(
-            f"{settings.output_dir} already holds a sweep; add --overwrite to replace it, or choose another "
-            "--output-dir."
+            f"{output_dir} already holds {what}; add --overwrite to replace it, or choose another --output-dir."
         )
     return lock
 
 
 @contextlib.contextmanager
-def _runs_folder(output_dir: Path) -> Iterator[Path]:
+def runs_folder(output_dir: Path) -> Iterator[Path]:
     """For the runs' own files, gone afterwards; what a killed sweep left is removed too."""
     remove_leftovers(output_dir)
     for leftover in output_dir.glob(f"{RUNS_PREFIX}*"):

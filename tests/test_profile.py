@@ -1,0 +1,266 @@
+"""`rlcb profile`: exact counts, the true bottleneck of runs made to have one, nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, environment, rlcb
+
+from rl_cluster_benchmark import config_files, hardware
+from rl_cluster_benchmark.models import ActorCritic, make_model
+from rl_cluster_benchmark.profile_run import cost, peak, verdict
+from rl_cluster_benchmark.profile_run.cost import Cost
+from rl_cluster_benchmark.profile_run.figures import Process, Profile
+from rl_cluster_benchmark.profile_run.passes import IN_C, Passes
+from rl_cluster_benchmark.profile_run.peak import Peak
+from rl_cluster_benchmark.run.directory import RunDirectory
+
+QUICK = ("--env", "Catch-v0", "--seconds", 1, "--no-peak", "--set", "hardware.num_threads=1")
+# Catch is a few array operations; this network is not.
+BIG_NETWORK = ("--set", "model.mlp_sizes=[512,512]")
+SMALL_NETWORK = ("--set", "model.mlp_sizes=[8]")
+
+
+def profile(output, *args, seconds_per_step=None):
+    variables = environment()
+    if seconds_per_step is not None:
+        path = os.pathsep.join([str(ROOT / "tests" / "slow_environments"), str(ROOT)])
+        variables |= {"PYTHONPATH": path, "SECONDS_PER_STEP": str(seconds_per_step)}
+    call = [sys.executable, "-m", "rl_cluster_benchmark", "profile", *QUICK, *args, "--output-dir", output]
+    done = subprocess.run(
+        list(map(str, call)), cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((output / "profile.json").read_text())
+    for sentence in found["verdict"]:
+        assert sentence in done.stdout
+    assert found["verdict"][0].startswith("The bottleneck is ")
+    assert found["bottleneck"] in found["verdict"][0]
+    for process in found["processes"]:
+        assert sum(process["shares"].values()) == pytest.approx(1.0, abs=0.02)
+    return found, done.stdout
+
+
+def test_a_slow_environment(tmp_path):
+    trace = tmp_path / "trace.json"
+    call = ("--mode", "sequential", "--num-envs", 16, "--batch-size", 256, "--set", "training.n_steps=16")
+    found, text = profile(
+        tmp_path / "out", *SMALL_NETWORK, *call, "--trace", trace, "--no-flame", seconds_per_step=0.01
+    )
+    assert found["bottleneck"] == verdict.ENVIRONMENT, found["verdict"]
+    rows = {row["name"]: row["seconds"] for row in found["processes"][0]["operators"]}
+    assert max(rows, key=rows.get) == "EnvPool: step", "code that torch cannot look into has rows of its own"
+    assert "EnvPool: step" in text
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [".lock", "profile.json"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert "EnvPool: step" in {event.get("name") for event in events}
+    again = rlcb("profile", *QUICK, "--output-dir", tmp_path / "out")
+    assert again.returncode == 2
+    assert "already holds a profile; add --overwrite" in again.stderr
+
+
+def test_a_slow_network(tmp_path):
+    # One worker: two of them would wait for each other on a machine that does something else as well.
+    call = ("--mode", "parallel", "--num-workers", 1, "--num-envs", 16, "--batch-size", 512)
+    more = ("--set", "training.n_steps=32", "--set", "parallel.pin=never")
+    found, text = profile(tmp_path, *BIG_NETWORK, *call, *more)
+    assert (tmp_path / "flame.svg").exists() or "No flame graph: py-spy" in text
+    assert found["bottleneck"] == verdict.NETWORK, found["verdict"]
+    assert [process["name"] for process in found["processes"]] == ["worker 0"]
+    samples = found["processes"][0]["samples"]
+    assert samples["forward"] == pytest.approx(4 * samples["inference"], rel=0.5), "four epochs over each step"
+    assert abs(samples["backward"] - samples["forward"]) <= 512
+    rate = found["passes"]["backward"]
+    assert rate["gflops"] == pytest.approx(rate["samples"] * found["network"]["backward_flops"] / 1e9)
+
+
+def test_a_starved_learner(tmp_path):
+    call = ("--algorithm", "impala", "--mode", "parallel", "--num-envs", 8, "--set", "training.n_steps=16")
+    split = ("--set", "impala.num_actors=1", "--set", "impala.num_learners=1", "--set", "parallel.pin=never")
+    more = (*SMALL_NETWORK, "--batch-size", 64, "--no-flame")
+    found, text = profile(tmp_path, *call, *split, *more, seconds_per_step=0.01)
+    assert found["bottleneck"] == verdict.STARVED, found["verdict"]
+    by_name = {process["name"]: process for process in found["processes"]}
+    assert list(by_name) == ["learner 0", "actor 0"]
+    assert by_name["learner 0"]["shares"]["waiting"] > 0.5
+    assert by_name["actor 0"]["shares"]["env"] > 0.5
+    assert "more actors" in text
+    assert all(process["operators"] for process in found["processes"]), "a process of each role is traced"
+
+
+def test_operations_of_a_sample():
+    """Against the definition: 2 x outputs x inputs of each, and backward twice that, but for the image's gradient."""
+    config = config_files.load("ppo_procgen_paper")
+    forward, first = 0, None
+    in_channels, side = 3, 64
+    for channels in (16, 32, 32):
+        conv = 2 * 9 * in_channels * channels * side * side
+        first = first or conv
+        side //= 2
+        forward += conv + 4 * 2 * 9 * channels * channels * side * side
+        in_channels = channels
+    forward += 2 * 32 * 8 * 8 * 256 + 2 * 256 * (15 + 1)
+    found = cost.of_network(config)
+    assert found.forward_flops == forward
+    assert found.backward_flops == 2 * forward - first
+    assert found.num_parameters == 626_256
+    assert found.observation_bytes == 64 * 64 * 3
+    toy = cost.of_network(config_files.load(None, {"env.name": "Catch-v0", "model.mlp_sizes": [8]}))
+    assert toy.forward_flops == 2 * (50 * 8 + 8 * (3 + 1))
+
+
+def test_the_peak_of_this_machine():
+    found = peak.measure(hardware.detect().physical_cores[:2])
+    assert found.one_core["float32"] > 1
+    assert found.one_core["memory"] > 0.5
+    assert found.of("float32", 1, 1) == found.one_core["float32"]
+    assert found.of("float32", 1, 2) == found.all_cores["float32"] / found.cores
+
+
+def test_the_native_network_has_rows_of_its_own(monkeypatch):
+    for place, function, _ in (*IN_C, (ActorCritic, "forward", ""), (torch.Tensor, "backward", "")):
+        monkeypatch.setattr(place, function, getattr(place, function))  # put back at the end
+    config = config_files.load("ppo_procgen_paper")
+    model = make_model(config.model, (64, 64, 3), 15, config.hardware, torch.bfloat16, "native")
+    if model.native_trunk is None:
+        assert hardware.detect().fast_bfloat16 is None, "there is a compiler here"
+        pytest.skip("this CPU cannot run the network in C")
+    passes = Passes()
+    passes.install()
+    images = torch.zeros(4, 64, 64, 3, dtype=torch.uint8)
+    with torch.no_grad():
+        model(images)
+    logits, values = model(images)
+    passes.recording = True
+    with torch.profiler.profile() as profiler:
+        (logits.sum() + values.sum()).backward()
+        model(images)
+    rows = {row.key for row in profiler.key_averages()}
+    assert {"native network: forward", "native network: backward"} <= rows
+    assert passes.samples == {"inference": 4, "forward": 8, "backward": 4}
+    assert passes.seconds["native network: forward"] < passes.seconds["inference"] + passes.seconds["forward"]
+
+
+def process(role="worker", rank=0, cpu=1.0, **shares):
+    everything = dict.fromkeys(("env", "inference", "update", "communication", "waiting", "other"), 0.0) | shares
+    passes = {"forward": 0.2, "backward": 0.4, "inference": 0.1}
+    samples = {"forward": 100, "backward": 100, "inference": 100}
+    usage = dict.fromkeys(("minor_faults", "major_faults", "waits", "preemptions"), 0.0)
+    return Process(rank, role, 1.0, everything, cpu, usage, passes, samples, [], 0.0)
+
+
+def make(*processes, cores=(1.0, 1.0), precision="bfloat16", engine="native"):
+    figures = {"float32": 100.0, "bfloat16": 200.0, "memory": 20.0}
+    return Profile(
+        list(processes), 1000.0, list(cores), precision, engine, 1, 512, 3.0,
+        Cost(61_000_000, 120_000_000, 626_256, 12_288, 500_000),
+        Peak(2, figures, {name: 2 * value for name, value in figures.items()}), {},
+    )  # fmt: skip
+
+
+MACHINE = replace(hardware.detect(), usable_cores=2, flags=frozenset({"avx512_bf16"}))
+
+
+@pytest.mark.parametrize(
+    ("processes", "changes", "bottleneck", "words"),
+    [
+        ([process(update=0.5, communication=0.5 + 0.1)], {}, verdict.COMMUNICATION, "larger training.batch_size"),
+        ([process(communication=1.0)], {"parallel.reduce": "gloo"}, verdict.COMMUNICATION, "shared_memory"),
+        ([process(update=0.3, waiting=0.6)], {}, verdict.UNEVEN, "parallel.balance (now 0.25)"),
+        ([process(update=0.7, env=0.3)] * 2, {}, verdict.NETWORK, "30 GFLOP"),
+        ([process(env=0.9, update=0.1)], {}, verdict.ENVIRONMENT, "cores are idle"),
+        ([process(env=0.9, update=0.1)] * 2, {}, verdict.ENVIRONMENT, "All cores are in use"),
+        (
+            [process("learner", update=0.9, waiting=0.1), process("actor", env=0.2, inference=0.2, waiting=0.6)],
+            {"algorithm": "impala"}, verdict.NETWORK, "more learners",
+        ),
+        (
+            [process("learner", update=0.4, waiting=0.6), process("actor", env=0.2, inference=0.8)],
+            {"algorithm": "impala"}, verdict.STARVED, "making inference cheaper",
+        ),
+        (
+            [process("learner", update=0.9, waiting=0.1), process("actor", env=0.2, inference=0.8)],
+            {"algorithm": "impala"}, verdict.NETWORK, "in balance",
+        ),
+    ],
+)  # fmt: skip
+def test_verdicts(processes, changes, bottleneck, words):
+    config = config_files.load(None, {"mode": "parallel", **changes})
+    found = verdict.judge(make(*processes, cores=(1.0,)), config, MACHINE)
+    assert found.bottleneck == bottleneck
+    assert words in " ".join(found.sentences)
+    assert 2 <= len(found.sentences) <= 3
+
+
+def test_advice_follows_the_config():
+    slow = make(process(update=1.0), precision="float32", engine="torch", cores=(1.0, 1.0))
+    found = verdict.judge(slow, config_files.load(None, {"mode": "sequential"}), MACHINE)
+    assert "hardware.precision=bfloat16 (the CPU has AVX512-BF16); --mode parallel" in found.sentences[1]
+    assert "Something else took 1.0 of 2 cores" in found.sentences[2]
+    assert slow.rate("backward").gflops == pytest.approx(100 / 0.4 * 0.12)
+    assert slow.rate("backward").of_peak == pytest.approx(100 / 0.4 * 0.12 / 100)
+    low, high = slow.traffic()
+    assert 0 < low < high
+
+
+def test_a_run_that_is_over(trained):
+    done = rlcb("profile", "--of", trained)
+    assert done.returncode == 0, done.stderr
+    shares = json.loads((trained / "training_summary.json").read_text())["phase_shares"]
+    assert f"{shares['env']:.1%}" in done.stdout
+    assert "The bottleneck is the " in done.stdout
+
+
+def write_run(folder, changes, shares, **asynchrony):
+    config = config_files.load(None, changes)
+    summary = {
+        "state": "finished", "total_timesteps": 10, "total_updates": 1, "duration_hours": 1, "avg_fps": 3,
+        "final_fps": 3, "peak_memory_gb": 1, "num_workers": 4, "usable_cores": 8, "phase_shares": shares,
+        "asynchrony": asynchrony,
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(config_files.to_yaml(config))
+    (folder / "training_summary.json").write_text(json.dumps(summary))
+    log = RunDirectory.of(config_files.load(None, changes | {"output_dir": str(folder)})).metrics_log
+    log.parent.mkdir(parents=True)
+    log.write_text(json.dumps({"step": 10, "time": 1.0, "update": 1}) + "\n")
+
+
+def test_a_slow_network_between_machines(tmp_path):
+    shares = {"env": 0.1, "inference": 0.1, "update": 0.2, "communication": 0.55, "waiting": 0.05, "other": 0.0}
+    write_run(tmp_path, {"mode": "distributed"}, shares)
+    done = rlcb("profile", "--of", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "The bottleneck is the communication." in done.stdout
+    assert "cluster.compression=bfloat16" in done.stdout
+
+
+def test_an_impala_run_that_is_over(tmp_path):
+    """The mean over four actors and one learner; only actors act."""
+    shares = {"env": 0.4, "inference": 0.32, "update": 0.08, "communication": 0.0, "waiting": 0.2, "other": 0.0}
+    changes = {"algorithm": "impala", "mode": "parallel", "impala.num_learners": 1, "parallel.num_workers": 4}
+    write_run(tmp_path, changes, shares, learner_idle=0.6, actor_idle=0.1)
+    done = rlcb("profile", "--of", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "learners wait 60% of their time for experience (actors: 4, learners: 1)" in done.stdout
+    assert "the environments (50%) and to inference (40%)" in done.stdout
+    assert rlcb("profile", "--of", tmp_path / "nothing").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--seconds", "0"), "--seconds: 0 is not allowed"),
+        (("--mode", "distributed"), "rlcb profile trains on one machine"),
+        (("--set", "hardware.device=cuda", "--mode", "sequential"), "rlcb profile is about CPUs"),
+    ],
+)
+def test_wrong_inputs(args, text, tmp_path):
+    done = rlcb("profile", *QUICK, "--output-dir", tmp_path, *args)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not os.listdir(tmp_path)
