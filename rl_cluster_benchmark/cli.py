@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli_analysis import add_analysis_commands
+from rl_cluster_benchmark.cluster.checkup import arguments as checkup_arguments
 from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 
 if TYPE_CHECKING:
@@ -131,8 +132,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_analysis_commands(commands)
 
     doctor = commands.add_parser(
-        "doctor", help="check that everything needed is there", description="Check the machine."
+        "doctor",
+        help="check that everything needed is there, here or (--cluster) on several machines",
+        description="Check this machine; with --cluster, several machines and the network between them.",
+        allow_abbrev=False,
     )
+    checkup_arguments.add_arguments(doctor)
     doctor.set_defaults(run=_doctor)
 
     config = commands.add_parser(
@@ -371,6 +376,8 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.cluster:
+        return checkup_arguments.run(args)
     from rl_cluster_benchmark.doctor import doctor
 
     return doctor()
