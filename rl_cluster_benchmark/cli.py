@@ -382,7 +382,7 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    if args.cluster:
+    if args.cluster or args.hosts is not None:
         return checkup_arguments.run(args)
     from rl_cluster_benchmark.doctor import doctor
 

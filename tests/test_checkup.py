@@ -140,6 +140,7 @@ def test_the_same_error_of_several_machines_is_told_once():
         ((), "Say which machines: --hosts FILE"),
         (("--hosts", "/no/such/hosts.txt"), "The hosts file /no/such/hosts.txt does not exist."),
         (("--timeout", "0"), "0 is not allowed; it must be a number of seconds from 2 to 3600"),
+        (("--num-nodes", "0"), "0 is not allowed; it must be a whole number of at least 1"),
         (("--num-nodes", "2", "--node-rank", "2"), "--node-rank 2 is not one of 2 machines"),
     ],
 )

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,11 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=_seconds, default=SECONDS, metavar="S",
         help="how long machines wait for each other; default: 30",
     )  # fmt: skip
-    group.add_argument("--master-port", type=int, default=None, metavar="PORT", help=f"on the head; default: {PORT}")
+    group.add_argument("--master-port", type=_whole(1), metavar="PORT", help=f"on the head; default: {PORT}")
     by_hand = parser.add_argument_group("with --cluster, started on every machine by hand")
-    by_hand.add_argument("--num-nodes", type=int, metavar="N", help="machines that take part")
-    by_hand.add_argument("--node-rank", type=int, metavar="N", help="number of this machine, the head is 0")
+    by_hand.add_argument("--num-nodes", type=_whole(1), metavar="N", help="machines that take part")
+    by_hand.add_argument("--node-rank", type=_whole(0), metavar="N", help="number of this machine, the head is 0")
     by_hand.add_argument("--master-addr", metavar="HOST", help="address of the head")
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least {least}")
+        return int(text)
+
+    return parse
 
 
 def _seconds(text: str) -> float:

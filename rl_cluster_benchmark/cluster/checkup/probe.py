@@ -29,7 +29,7 @@ from rl_cluster_benchmark.run.stop import Signals
 GRADIENT = 626_256  # parameters of the IMPALA-CNN: 2.5 MB
 SAMPLES = 64  # of a training pass
 PINGS, ECHOES = 10, 3
-SECONDS_OF_SUMS, SECONDS_OF_PASSES = 1.5, 2.0
+SECONDS_OF_SUMS, SECONDS_OF_PASSES = 1.0, 1.5
 MOST_SUMS, WARM_UP = 100, 3
 SECONDS_BEYOND = 30.0  # cluster.join_timeout, until a store that does not answer ends the probe
 
