@@ -34,7 +34,6 @@ def test_three_hosts_that_are_well(hosts, ask, tmp_path):
     hosts.slow_down(round_trip_ms=0, rate="100mbit")
     status, slow = ask("h1\nh2\nh3\n", "--json", tmp_path / "slow.json")
     assert status == 0, slow
-    assert "use a larger training.batch_size" in slow, "100 Mbit/s are too few for a gradient of every minibatch"
     seconds = {}
     for name in ("fast", "slow"):
         found = json.loads((tmp_path / f"{name}.json").read_text())

@@ -153,9 +153,10 @@ def gloo_on_loopback(nodes: int = 2) -> Measurements:
 
 
 def typical(software: model.Network, *, round_trip: float, bits_per_second: float) -> model.Network:
-    """A network by its figures: each hop adds half a round trip, and the slower of wire and Gloo sets the rate."""
+    """A network by its figures: each hop adds a round trip, for Gloo sends what the receiver has said it is ready
+    for; the slower of wire and Gloo sets the rate."""
     bandwidth = min(bits_per_second / 8, software.bandwidth)
-    return model.Network(software.latency + round_trip / 2, bandwidth, software.cast_seconds)
+    return model.Network(software.latency + round_trip, bandwidth, software.cast_seconds)
 
 
 def from_doctor(path: Path) -> tuple[model.Network, float]:

@@ -19,7 +19,8 @@ ASSUMPTIONS = (
     "Weak scaling: every machine keeps its environments and its share of each minibatch, so the global minibatch, and "
     "with it the learning problem, grows with the machines. Steps per second, not reward.",
     "A sum over n machines is Gloo's ring: 2 (n - 1) hops, each max(latency + s/bandwidth, 2 s/bandwidth), for "
-    "segments of s = bytes/2n. Every link has the same latency and bandwidth, and carries nothing else.",
+    "segments of s = bytes/2n; latency is a round trip and Gloo's own cost. Every link has the same latency and "
+    "bandwidth, and carries nothing else.",
     "Work between two sums is normally distributed, independent from machine to machine: between them with one "
     "standard deviation, from moment to moment with another. A sum waits for the slowest.",
     "No machine fails, and the head keeps up with what all of them report.",
@@ -31,7 +32,7 @@ ASSUMPTIONS = (
 class Network:
     """Between machines, as Gloo makes use of it."""
 
-    latency: float  # seconds that a hop takes however little it carries
+    latency: float  # seconds that a hop takes however little it carries: a round trip, and what Gloo needs
     bandwidth: float  # bytes per second of a link
     cast_seconds: float = 0.0  # what rounding a vector to bfloat16 and back costs, beyond sending it
 

@@ -28,6 +28,7 @@ from rl_cluster_benchmark.run.stop import Signals
 
 GRADIENT = 626_256  # parameters of the IMPALA-CNN: 2.5 MB
 SAMPLES = 64  # of a training pass
+NUMBERS = 64  # of a small sum: as many as there are between the gradients of a run
 PINGS, ECHOES = 10, 3
 SECONDS_OF_SUMS, SECONDS_OF_PASSES = 1.0, 1.5
 MOST_SUMS, WARM_UP = 100, 3
@@ -65,7 +66,7 @@ class Sums:
 
     nodes: int
     size: int  # bytes of a gradient
-    small: float  # of a sum of one number
+    small: float  # of a sum of a few numbers
     gradient: float
     compressed: float  # of a gradient in bfloat16
 
@@ -182,8 +183,8 @@ def _ask(other: int) -> Link:
 
 
 def _sums(leaders: Leaders) -> Sums:
-    gradient, number = torch.zeros(GRADIENT), torch.zeros(1, dtype=torch.float64)
-    small, plain = (_median_seconds(leaders, tensor) for tensor in (number, gradient))
+    gradient, numbers = torch.zeros(GRADIENT), torch.zeros(NUMBERS, dtype=torch.float64)
+    small, plain = (_median_seconds(leaders, tensor) for tensor in (numbers, gradient))
     leaders.seat = replace(leaders.seat, compression="bfloat16")
     return Sums(leaders.seat.num_nodes, gradient.nbytes, small, plain, _median_seconds(leaders, gradient))
 

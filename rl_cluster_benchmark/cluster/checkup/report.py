@@ -110,7 +110,7 @@ def _sums(checkup: Checkup) -> list[str]:
     found = expectation.network_of(sums)
     return [
         f"All-reduce of {sums.size / 1e6:.1f} MB over {sums.nodes} machines: {1e3 * sums.gradient:.1f} ms "
-        f"({1e3 * sums.compressed:.1f} ms in bfloat16); of one number: {1e3 * sums.small:.2f} ms.",
+        f"({1e3 * sums.compressed:.1f} ms in bfloat16); of 64 numbers: {1e3 * sums.small:.2f} ms.",
         f"That is {rate(found.bandwidth)} and {1e3 * found.latency:.2f} ms a hop in Gloo's ring.",
         *expectation.lines(checkup.members, sums),
     ]
