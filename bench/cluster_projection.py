@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from hosts import Hosts, missing
-
 from rl_cluster_benchmark import config_files
 from rl_cluster_benchmark.cluster.checkup import expectation
 from rl_cluster_benchmark.cluster.checkup.hosts import marked

@@ -7,6 +7,7 @@ import sys
 import time
 
 import psutil
+import pytest
 from conftest import FOREVER, RLCB, ROOT, TINY, check_run, finished, updates, wait_until
 
 
