@@ -25,6 +25,7 @@ TINY = (
     "--set", "logging.tensorboard=false", "--set", "training.save_interval=5",
 )  # fmt: skip
 FOREVER = "100000000"
+RLCB = (sys.executable, "-m", "rl_cluster_benchmark")
 
 
 def need(*programs: str) -> None:
@@ -82,6 +83,22 @@ def hosts():
     made = Hosts(4)
     yield made
     made.close()
+
+
+@pytest.fixture
+def sshd(hosts, processes, tmp_path):
+    """A server on every host, and the options with which a client on h0 gets in; no user's keys are touched."""
+    config, options = ssh_settings(tmp_path)
+    for index in (1, 2, 3):
+        processes.start(hosts.call(index, ["/usr/sbin/sshd", "-D", "-f", config]), tmp_path / f"sshd{index}.log")
+    return options
+
+
+def finished(process: subprocess.Popen[str], seconds: float, log: Path) -> int:
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(log.read_text()) from None
 
 
 def updates(output: Path, label: str = "PPO_Distributed") -> int:

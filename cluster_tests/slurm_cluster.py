@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import socket
 import subprocess
 from pathlib import Path
+
+import psutil
 
 CONFIG = """\
 ClusterName=rlcb
@@ -57,7 +60,27 @@ class SlurmCluster:
         self._start_munge()
         self._start("slurmctld", "-D", "-i")
         for number in (1, 2, 3):
-            self.nodes[f"node{number}"] = self._start("slurmd", "-D", "-N", f"node{number}")
+            self.start_node(f"node{number}")
+
+    def start_node(self, name: str) -> None:
+        self.nodes[name] = self._start("slurmd", "-D", "-N", name)
+
+    def kill_node(self, name: str) -> None:
+        """Its daemon, and whatever runs there together with the daemons of these steps."""
+        self.nodes[name].kill()
+        self.nodes[name].wait()
+        there = [process for process in psutil.process_iter() if self._runs_on(process, name)]
+        steps = {parent for process in there if (parent := process.parent()) and parent.name() == "slurmstepd"}
+        for process in (*steps, *there):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _runs_on(self, process: psutil.Process, name: str) -> bool:
+        with contextlib.suppress(psutil.Error):
+            environ = process.environ()
+            ours = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"]
+            return ours and environ.get("SLURMD_NODENAME") == name
+        return False
 
     def ask(self, *call: object) -> str:
         done = subprocess.run(

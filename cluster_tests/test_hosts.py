@@ -1,25 +1,14 @@
 """torchrun, plain flags and SSH over three hosts with a network; what happens when a host or a link is lost."""
 
+import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import psutil
 import pytest
-from conftest import FOREVER, ROOT, TINY, check_run, ssh_settings, updates, wait_until
-
-RLCB = (sys.executable, "-m", "rl_cluster_benchmark")
-
-
-@pytest.fixture
-def sshd(hosts, processes, tmp_path):
-    """A server on every host, and the options with which a client on h0 gets in; no user's keys are touched."""
-    config, options = ssh_settings(tmp_path)
-    for index in (1, 2, 3):
-        processes.start(hosts.call(index, ["/usr/sbin/sshd", "-D", "-f", config]), tmp_path / f"sshd{index}.log")
-    return options
+from conftest import FOREVER, RLCB, ROOT, TINY, check_run, finished, updates, wait_until
 
 
 def launch_ssh(hosts, sshd, tmp_path, output, *args):
@@ -30,13 +19,6 @@ def launch_ssh(hosts, sshd, tmp_path, output, *args):
                           "--", "train", *TINY, "--output-dir", output, *args])  # fmt: skip
 
 
-def finished(process, seconds, log):
-    try:
-        return process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(log.read_text()) from None
-
-
 def node_process(name, rank):
     """The process of a node among all of this machine's, by its arguments."""
     for process in psutil.process_iter(["cmdline"]):
@@ -45,6 +27,12 @@ def node_process(name, rank):
         if is_node and words[words.index("--node-rank") + 1] == str(rank):
             return process
     raise AssertionError(f"node {rank} is not running")
+
+
+def workers_of(node):
+    """In the order of their ranks: the first is the leader. They are children of the server that forks them."""
+    found = [worker for child in node.children() for worker in child.children()]
+    return sorted(found, key=lambda worker: (worker.create_time(), worker.pid))
 
 
 def test_torchrun_on_three_hosts(hosts, processes, tmp_path):
@@ -134,6 +122,54 @@ def test_ssh_killed_node_is_started_again(hosts, processes, sshd, tmp_path):
     assert finished(process, 150, log) == 0, log.read_text()
     assert "Restart 1 of 3, from the last checkpoint." in log.read_text()
     check_run(output, nodes=3)
+
+
+def test_ssh_a_worker_a_leader_and_the_head_are_killed_in_turn(hosts, processes, sshd, tmp_path):
+    """Each end is told with its reason, and the run goes on from its last checkpoint."""
+    output, log = tmp_path / "run", tmp_path / "launch.log"
+    args = ("--total-timesteps", FOREVER, "--workers-per-node", 2)
+    process = processes.start(launch_ssh(hosts, sshd, tmp_path, output, *args), log)
+    victims = (
+        (lambda: workers_of(node_process(str(output), 1))[1], "Worker 1 was killed by SIGKILL"),
+        (lambda: workers_of(node_process(str(output), 2))[0], "Worker 0 was killed by SIGKILL"),
+        (lambda: node_process(str(output), 0), "Node 0 (h1)"),
+    )
+    for restart, (victim, reason) in enumerate(victims, start=1):
+        before = updates(output)
+        wait_until(lambda before=before: updates(output) > before + 6, 90, "training", log)
+        read = len(log.read_text())
+        killed_at = time.monotonic()
+        victim().kill()
+        ended = f"Restart {restart} of 3, from the last checkpoint."
+        wait_until(lambda ended=ended: ended in log.read_text(), 60, ended, log)
+        assert time.monotonic() - killed_at < 45, "the others are told, or fall silent for cluster.timeout = 6 s"
+        assert reason in log.read_text()[read:], log.read_text()[read:]
+    before = updates(output)
+    wait_until(lambda: updates(output) > before + 6, 90, "going on", log)
+    os.kill(process.pid, signal.SIGTERM)
+    assert finished(process, 60, log) == 128 + signal.SIGTERM, log.read_text()
+    check_run(output, nodes=3, state="interrupted")
+
+
+def test_a_link_cut_in_the_middle_of_a_reduction(hosts, processes, tmp_path):
+    """At 1 Mbit/s a gradient is under way most of the time; both ends stop with the reason, and none hangs."""
+    hosts.slow_down(round_trip_ms=0, rate="1mbit")
+    output = tmp_path / "run"
+    call = [*RLCB, "train", "--mode", "distributed", *TINY, "--set", "model.hidden_size=256", "--num-nodes", 2,
+            "--master-addr", "h1", "--total-timesteps", FOREVER, "--output-dir", output]  # fmt: skip
+    logs = [tmp_path / f"h{index}.log" for index in (1, 2)]
+    nodes = [processes.start(hosts.call(rank + 1, [*call, "--node-rank", rank]), log) for rank, log in enumerate(logs)]
+    wait_until(lambda: updates(output) > 1, 90, "training", logs[0])
+    lines = (output / "logs/PPO_Distributed/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["time/communication"] > 0.8, "a cut now most likely falls into a reduction"
+    hosts.cut(2)
+    cut_at = time.monotonic()
+    for process, log in zip(nodes, logs, strict=True):
+        assert finished(process, 30, log) == 1, log.read_text()
+        assert "Node" in log.read_text().rpartition("error: ")[2]
+        assert "Traceback" not in log.read_text()
+    assert time.monotonic() - cut_at < 20, "cluster.timeout is 6 s"
+    check_run(output, nodes=2, state="failed")
 
 
 def test_ssh_a_cut_host_is_left_out(hosts, processes, sshd, tmp_path):

@@ -130,6 +130,25 @@ def test_a_killed_node_process_is_tried_again_in_the_allocation(slurm, tmp_path)
     check_run(output, nodes=2, state="interrupted")
 
 
+def test_a_lost_node_sends_the_job_to_others(slurm, tmp_path):
+    """The node's daemon and all its processes are gone at once, as when a machine loses power."""
+    output = tmp_path / "run"
+    _, job = submit(slurm, tmp_path, output, "--total-timesteps", FOREVER)
+    wait_until(lambda: updates(output) > 5, 120, "training", log_of(tmp_path, job))
+    assert slurm.ask("squeue", "-h", "-j", job, "-o", "%N") == "node[1-2]"
+    slurm.kill_node("node2")
+    try:
+        before = updates(output)
+        wait_until(lambda: updates(output) > before + 5, 200, "going on elsewhere", log_of(tmp_path, job))
+        assert "Resumed from" in log_of(tmp_path, job).read_text()
+        assert slurm.ask("squeue", "-h", "-j", job, "-o", "%N") == "node[1,3]"
+        slurm.ask("scancel", job)
+        wait_until(lambda: not state(slurm, job), 60, "the end", log_of(tmp_path, job))
+        check_run(output, nodes=2, state="interrupted")
+    finally:
+        slurm.start_node("node2")
+
+
 def is_node(process):
     return process.info["cmdline"][:1] == [sys.executable]
 
@@ -145,6 +164,16 @@ def test_one_command_as_a_job(slurm, tmp_path, monkeypatch):
     wait_until(lambda: system.state(job) is None, 60, "the end of the job")
     assert system.status(job) == 0
     assert "procgen-maze-v0" in system.log_file(job, options).read_text()
+
+
+def test_the_doctor_in_a_job_script(slurm, tmp_path):
+    """A plain call asks srun for a task on each node."""
+    log = tmp_path / "doctor.log"
+    call = f"env PYTHONPATH={ROOT} {sys.executable} -m rl_cluster_benchmark doctor --cluster --master-addr 127.0.0.1"
+    job = slurm.ask("sbatch", "--parsable", "-N", 2, "--ntasks-per-node=1", "-o", log, "--wrap", f"cd {ROOT} && {call}")
+    wait_until(lambda: not state(slurm, job), 90, "the end of the job", log)
+    assert "All-reduce of 2.5 MB over 2 machines" in log.read_text()
+    assert "ExitCode=0:0" in slurm.ask("scontrol", "show", "job", job)
 
 
 def test_the_pbs_script_through_a_qsub_that_is_not_pbs(slurm, processes, tmp_path):

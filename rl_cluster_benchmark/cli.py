@@ -17,7 +17,9 @@ from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli_analysis import add_analysis_commands
 from rl_cluster_benchmark.cli_checkpoint import add_checkpoint_command
 from rl_cluster_benchmark.cli_performance import add_performance_commands
+from rl_cluster_benchmark.cluster.checkup import arguments as checkup_arguments
 from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
+from rl_cluster_benchmark.scaling import arguments as projection_arguments
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config import Config
@@ -34,6 +36,7 @@ examples:
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
   rlcb scaling --algorithm ppo --workers 1,2,4,8,16
   rlcb tune --config ppo_procgen_paper
+  rlcb scaling --project --bandwidth 10gbit --round-trip 0.1ms
   rlcb compare runs/coinrun runs/starpilot
   rlcb benchmark --algorithms ppo a2c --games coinrun --seeds 1 2 3 --duration 0.5
   rlcb doctor
@@ -70,7 +73,7 @@ FLAGS: dict[str, tuple[str, str, str]] = {
 }
 SET_BY_SCALING = (
     "--mode", "--total-timesteps", "--duration", "--num-workers", "--num-envs-per-worker", "--checkpoint-dir",
-    "--log-dir",
+    "--log-dir", "--num-nodes", "--workers-per-node", "--master-addr", "--master-port",
 )  # fmt: skip
 
 
@@ -141,8 +144,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_performance_commands(commands)
 
     doctor = commands.add_parser(
-        "doctor", help="check that everything needed is there", description="Check the machine."
+        "doctor",
+        help="check that everything needed is there, here or (--cluster) on several machines",
+        description="Check this machine; with --cluster, several machines and the network between them.",
+        allow_abbrev=False,
     )
+    checkup_arguments.add_arguments(doctor)
     doctor.set_defaults(run=_doctor)
 
     config = commands.add_parser(
@@ -173,9 +180,10 @@ def build_parser() -> argparse.ArgumentParser:
 def add_scaling(commands: Any) -> None:
     scaling = commands.add_parser(
         "scaling",
-        help="measure how training speeds up with workers",
-        description="Train with 1, 2, 4, ... workers for a while each, and beside each with as many independent runs "
-        "that do the same work without communication: what the machine costs and what this program costs.",
+        help="measure how training speeds up with workers, project how it would with machines",
+        description=projection_arguments.DESCRIPTION,
+        epilog=projection_arguments.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_config_arguments(scaling, without=SET_BY_SCALING)
@@ -193,7 +201,8 @@ def add_scaling(commands: Any) -> None:
     scaling.add_argument(
         "--repeats", type=_positive, default=1, metavar="N", help="rounds, medians are reported; default: 1"
     )
-    scaling.add_argument("--overwrite", action="store_true", help="replace the sweep in the output directory")
+    scaling.add_argument("--overwrite", action="store_true", help="replace the results in the output directory")
+    projection_arguments.add_arguments(scaling)
     scaling.set_defaults(run=_scaling, mode="parallel")
 
 
@@ -362,6 +371,8 @@ def _scaling(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.run.stop import Signals
     from rl_cluster_benchmark.scaling.sweep import Settings, scaling
 
+    if args.project:
+        return projection_arguments.run(args, config_from)
     if args.num_envs is not None and args.envs_per_worker is not None:
         raise UserError("--num-envs fixes the total (strong scaling), --envs-per-worker the share (weak): give one.")
     if args.num_envs is not None:
@@ -381,6 +392,8 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.cluster or args.hosts is not None:
+        return checkup_arguments.run(args)
     from rl_cluster_benchmark.doctor import doctor
 
     return doctor()

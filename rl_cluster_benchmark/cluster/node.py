@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 from rl_cluster_benchmark import config_files, hardware
 from rl_cluster_benchmark.cluster import placement
+from rl_cluster_benchmark.cluster.deadline import limited as _limited
 from rl_cluster_benchmark.cluster.rendezvous import Cluster, meet
 from rl_cluster_benchmark.cluster.store import Interrupted
 from rl_cluster_benchmark.config import Config
@@ -41,23 +41,6 @@ def train(config: Config, signals: Signals, node_rank: int | None, train_head: C
             return train_head(cluster) if cluster.is_head else _follow(cluster)
     except Interrupted:
         return 128 + (signals.received or 0)
-
-
-@contextlib.contextmanager
-def _limited(seconds: float, sentence: str) -> Iterator[None]:
-    """A question to a store whose machine is gone may block for ever: then this process ends, with a word."""
-
-    def end() -> None:
-        os.write(2, f"error: {sentence}\n".encode())
-        os._exit(1)
-
-    alarm = threading.Timer(seconds, end)
-    alarm.daemon = True
-    alarm.start()
-    try:
-        yield
-    finally:
-        alarm.cancel()
 
 
 @contextlib.contextmanager

@@ -124,6 +124,20 @@ class Cluster:
 
 def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
     """Wait until all nodes are there and agree; returns the cluster they make."""
+    store, prefix, rank, nodes = gather(config, placement, signals)
+    _agree(store, rank, nodes)
+    labels = [_label(rank, node.name) for rank, node in enumerate(nodes)]
+    address = (placement.master_addr, placement.master_port)
+
+    def another(timeout: timedelta) -> Any:
+        return prefixed(prefix, client(*address, timeout))
+
+    membership = Membership(another, rank, labels, config.cluster.timeout)
+    return Cluster(rank, nodes, store, address, prefix, membership, placement, config.cluster.join_timeout, signals)
+
+
+def gather(config: Config, placement: Placement, signals: Signals) -> tuple[Any, str, int, list[Node]]:
+    """Wait until all nodes are there: (the store, its prefix, this node's rank, everybody's word), unchecked."""
     here = network.endpoint(placement.master_addr, placement.master_port, config.cluster.interface)
     deadline = time.monotonic() + config.cluster.join_timeout
     store, rank = connect(placement, deadline, signals)
@@ -139,17 +153,8 @@ def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
         )
     this = _this_node(config, placement, here)
     nodes = _roll_call(store, rank, this, placement, deadline, signals)
-    prefix = f"{prefix}/{nodes[0].id}"  # whatever an earlier attempt left in the store is behind us
-    store = prefixed(nodes[0].id, store)
-    _agree(store, rank, nodes)
-    labels = [_label(rank, node.name) for rank, node in enumerate(nodes)]
-    address = (placement.master_addr, placement.master_port)
-
-    def another(timeout: timedelta) -> Any:
-        return prefixed(prefix, client(*address, timeout))
-
-    membership = Membership(another, rank, labels, config.cluster.timeout)
-    return Cluster(rank, nodes, store, address, prefix, membership, placement, config.cluster.join_timeout, signals)
+    # Whatever an earlier attempt left in the store is behind us.
+    return prefixed(nodes[0].id, store), f"{prefix}/{nodes[0].id}", rank, nodes
 
 
 def _agree(store: Any, rank: int, nodes: list[Node]) -> None:

@@ -24,8 +24,8 @@ from typing import Any, Self
 
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.execution.watchdog import Pulse, Watchdog
-from rl_cluster_benchmark.timing import beat
 from rl_cluster_benchmark.profile_run.attach import attach
+from rl_cluster_benchmark.timing import beat
 
 PR_SET_PDEATHSIG = 1
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told

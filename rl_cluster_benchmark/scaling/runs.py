@@ -7,6 +7,7 @@ the measured time, all of them are training. Each ends only when all have been m
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ class Rate:
     shares: dict[str, float]  # of the time by phase
     busy_cores: float  # CPU seconds per second
     summary: dict[str, Any]  # the run's training_summary.json
+    update_seconds: tuple[float, ...] = ()  # of each update that counts
 
 
 def measure(
@@ -153,6 +155,7 @@ class TrainingProcess:
             shares={name.removeprefix("time/"): mean(name) for name in end if name.startswith("time/")},
             busy_cores=mean("system/cpu_utilization") * summary["usable_cores"],
             summary=summary,
+            update_seconds=tuple(b["time"] - a["time"] for a, b in itertools.pairwise(self.lines[self.first :])),
         )
 
     def failure(self) -> UserError | TrainingFailedError:

@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         "--hosts", required=True, metavar="FILE",
         help="a machine per line, the head first: node1 [addr=10.0.0.1] [workers=16]; or node1,node2",
     )  # fmt: skip
-    _add_remote_arguments(ssh)
+    add_remote_arguments(ssh)
     ssh.add_argument("--ssh-option", action="append", default=[], metavar="KEY=VALUE", help="ssh -o KEY=VALUE")
 
     slurm = _engine(engines, "slurm", "a SLURM job", _slurm)
@@ -71,7 +71,7 @@ def _engine(engines: Any, name: str, text: str, run: Any) -> argparse.ArgumentPa
     return parser
 
 
-def _add_remote_arguments(parser: argparse.ArgumentParser) -> None:
+def add_remote_arguments(parser: Any) -> None:
     parser.add_argument("--python", metavar="FILE", help="interpreter on the machines; default: this one")
     parser.add_argument("--directory", metavar="DIR", help="working directory on the machines; default: this one")
     parser.add_argument("--activate", metavar="COMMAND", help="shell command that prepares the environment there")

@@ -61,21 +61,9 @@ class SshEngine:
             )
             if host.workers is not None:
                 call += ["--workers-per-node", str(host.workers)]
-            nodes.append(SshProcess(host.name, self._through_ssh(host, call, attempt), lines, os.environ))
+            variables = [f"{placement.ATTEMPT_VARIABLE}={attempt}"]
+            nodes.append(SshProcess(host.name, through_ssh(self.options, host, call, variables), lines, os.environ))
         return nodes
-
-    def _through_ssh(self, host: Host, call: Sequence[str], attempt: int) -> list[str]:
-        options = self.options
-        variables = [f"{placement.ATTEMPT_VARIABLE}={attempt}", "RLCB_PROGRESS=lines", "PYTHONUNBUFFERED=1"]
-        for variable in options.variables:
-            name, equals, _ = variable.partition("=")
-            if equals or name in os.environ:
-                variables.append(variable if equals else f"{name}={os.environ[name]}")
-        steps = [f"cd {shlex.quote(options.directory)}"]
-        if options.activate:
-            steps.append(options.activate)
-        steps.append(f"exec {shlex.join(['env', *variables, options.python, *call])}")
-        return [*options.ssh, "-tt", host.name, " && ".join(steps)]
 
     def _answers(self, host: Host) -> bool:
         try:
@@ -87,6 +75,20 @@ class SshEngine:
 
 def launch(command: TrainCommand, options: SshOptions, signals: Signals) -> int:
     return supervise(SshEngine(command, options), command.config.cluster, len(options.hosts), signals)
+
+
+def through_ssh(options: SshOptions, host: Host, call: Sequence[str], variables: Sequence[str] = ()) -> list[str]:
+    """The interpreter on that machine, with a terminal that ends it when the connection does."""
+    variables = [*variables, "RLCB_PROGRESS=lines", "PYTHONUNBUFFERED=1"]
+    for variable in options.variables:
+        name, equals, _ = variable.partition("=")
+        if equals or name in os.environ:
+            variables.append(variable if equals else f"{name}={os.environ[name]}")
+    steps = [f"cd {shlex.quote(options.directory)}"]
+    if options.activate:
+        steps.append(options.activate)
+    steps.append(f"exec {shlex.join(['env', *variables, options.python, *call])}")
+    return [*options.ssh, "-tt", host.name, " && ".join(steps)]
 
 
 def ssh_client(extra: Sequence[str]) -> list[str]:

@@ -1,0 +1,1 @@
+"""`rlcb doctor --cluster`: could these machines train together, and how well?"""
