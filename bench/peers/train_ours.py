@@ -27,7 +27,8 @@ def command(job: Job, precision: str, seconds: float | None, folder: Path) -> li
     settings = {
         "env.num_levels": NUM_LEVELS, "env.start_level": 0, "env.distribution_mode": "easy",
         "training.n_steps": job.n_steps, "training.n_epochs": job.epochs, "training.gamma": job.gamma,
-        "training.normalize_reward": True, "training.log_interval": 1, "training.save_interval": 10**9,
+        "training.normalize_reward": True, "training.log_interval": 1,
+        "training.save_interval": 1 if job.minibatches * job.epochs > 1 else 10**9,
         "training.total_timesteps": 10**9, "logging.checkpoint_minutes": 10**6, "logging.tensorboard": False,
         "hardware.precision": precision,
     }  # fmt: skip
@@ -80,10 +81,10 @@ def main() -> int:
         follow(process, folder, args.report)
         if process.returncode not in (0, 128 + signal.SIGTERM):
             return process.returncode or 1
-        saved = next(folder.glob("checkpoints/*.pt"))  # the only one: at its end
-        tell(folder, saved, args.report)
+        saved = sorted(folder.glob("checkpoints/*.pt"), key=lambda file: file.stat().st_mtime)
+        tell(folder, saved[-2:][0], args.report)  # the last may stand in the middle of an update
         if args.save is not None:
-            shutil.copy(saved, args.save)
+            shutil.copy(saved[-1], args.save)
     return 0
 
 
