@@ -78,7 +78,10 @@ def test_threads_are_set_before_numpy_and_torch_start():
         (("--num-threads", "100000"), ("hardware.num_threads", "at most")),
         (("--set", "output_dir=2024-13-45"), ("the value is not valid YAML",)),
         (("--algorithm", "dqn"), ("algorithm = 'dqn'",)),
-        (("--mode", "distributed", "--algorithm", "impala"), ("IMPALA in distributed mode is not part of",)),
+        (
+            ("--mode", "distributed", "--algorithm", "a3c", "--set", "cluster.sync=allreduce"),
+            ("cluster.sync = allreduce is not for a3c", "async"),
+        ),
         (("--algorithm", "impala", "--set", "impala.num_actors=few"), ("impala.num_actors = few", "auto or a whole")),
         (("--algorithm", "impala", "--set", "impala.replay_fraction=1"), ("impala.replay_fraction", "at most 0.95")),
         (
