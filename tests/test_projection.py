@@ -200,6 +200,7 @@ def projected(tmp_path_factory):
     return output, done.stdout
 
 
+@pytest.mark.cluster
 def test_a_projection_of_this_machine(projected):
     output, text = projected
     report = json.loads((output / "projection.json").read_text())
@@ -221,6 +222,7 @@ def test_a_projection_of_this_machine(projected):
     assert (output / "projection.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.cluster
 def test_another_network_needs_no_new_measurement(projected, tmp_path):
     first = projected[0] / "projection.json"
     again = ("scaling", "--project", "--measured", first, "--output-dir", tmp_path)
