@@ -160,6 +160,7 @@ class Training:
 
     def stop(self) -> None:
         """Ask it to end: ours then says what it has done."""
+        self._next_memory = 0.0  # also of a run that was shorter than the time between looks
         self._take_figures(time.monotonic())
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
