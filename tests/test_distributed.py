@@ -149,7 +149,7 @@ def test_several_machines_do_the_same_maths_as_one_process(algorithm, shapes, tm
         )
 
 
-@pytest.mark.parametrize("victim", ["worker", "head", "silent node"])
+@pytest.mark.parametrize("victim", ["worker", "head", pytest.param("silent node", marks=pytest.mark.cluster)])
 def test_the_loss_of_a_part_ends_all_with_the_reason(victim, nodes, tmp_path):
     output = tmp_path / "run"
     head, other = nodes.start(output, "--set", "training.save_interval=2", timesteps=FOREVER)

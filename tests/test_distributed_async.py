@@ -255,7 +255,7 @@ def test_a3c_goes_on_when_a_machine_is_killed(launched, tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "sync"),
     [
-        ("a3c", "async"),
+        pytest.param("a3c", "async", marks=pytest.mark.cluster),
         pytest.param("impala", "allreduce", marks=pytest.mark.cluster),
         pytest.param("impala", "async", marks=pytest.mark.cluster),
     ],
