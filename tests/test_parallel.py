@@ -1,6 +1,7 @@
 """Parallel mode with real processes: the same maths as one worker, and nothing left behind however it ends."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -83,6 +84,25 @@ def wait_for_updates(output, count, process):
 def assert_gone(processes, seconds=5.0):
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     assert not alive
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "a3c", "impala"])
+def test_updates_are_dated_by_who_made_them(algorithm, tmp_path):
+    """The parent is stopped for a while: it hears of many updates at once, and no speed is made up or lost by that."""
+    run, label = tmp_path / "run", f"{algorithm.upper()}_Parallel"
+    setting = ("--algorithm", algorithm, "--mode", "parallel", *TINY, "--num-workers", 2, "--num-envs", 16)
+    with processes.running(*setting, "--duration", 3 / 3600, "--output-dir", run) as process:
+        processes.wait_for_updates(run, label, 5, process)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    times = [line["time"] for line in metrics(run, label)]
+    assert times == sorted(times)
+    assert max(later - time for time, later in itertools.pairwise(times)) < 0.75
+    summary = json.loads((run / "training_summary.json").read_text())
+    assert sum(summary["phase_shares"].values()) < 1.05
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c"])

@@ -85,7 +85,7 @@ class Recorder:
             "async/actor_idle": times.idle_share(actors),
             "system/actor_restarts": float(self._restarts_before + restarts),
         }
-        self.run.record(report["steps"], self.episodes, report["losses"], asynchrony)
+        self.run.record(report["steps"], self.episodes, report["losses"], asynchrony, report["at"])
         self.episodes.clear()
 
 

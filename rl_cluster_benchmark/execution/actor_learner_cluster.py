@@ -163,6 +163,7 @@ class Records:
             "steps": sum(part["steps"] for part in self._together),
             "losses": mean_of([part["losses"] for part in self._together]),
             "asynchrony": _merged(list(self._asynchrony.values())),
+            "at": max(part["at"] for part in self._together),
         }
         if self.here.shared.is_on_its_own:
             report["asynchrony"][EXCHANGES] = float(self._exchanges_before + self.here.council.exchanges)

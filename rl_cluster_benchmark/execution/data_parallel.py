@@ -173,6 +173,7 @@ class WorkerCourse:
                     "steps": int(total_steps),
                     "episodes": [tuple(row) for row in everyones.tolist()],
                     "losses": losses,
+                    "at": self._elapsed,
                     "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
                     "cpu_seconds": cpu,
                 },

@@ -98,6 +98,7 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "episodes": [episode for report in reports for episode in report["episodes"]],
         "losses": mean_of([report["losses"] for report in reports]),
         "asynchrony": {"async/policy_lag": sum(lags) / len(lags), "async/policy_lag_max": float(max(lags))},
+        "at": max(report["at"] for report in reports),
     }
 
 
@@ -196,9 +197,13 @@ class HogwildCourse:
     @property
     def fraction(self) -> float:
         training = self.config.training
-        elapsed = self._elapsed_before + self.time.elapsed
-        by_time = elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
+        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
         return min(1.0, max(self._steps / training.total_timesteps, by_time))
+
+    @property
+    def _elapsed(self) -> float:
+        """Seconds of training, those before a resume included."""
+        return self._elapsed_before + self.time.elapsed
 
     @property
     def _steps(self) -> int:
@@ -228,7 +233,8 @@ class HogwildCourse:
         mine[UPDATES] += 1
         self.updates += 1
         self.time.write()
-        self._send("record", {"steps": steps, "episodes": list(episodes), "losses": losses, "lag": lag})
+        report = {"steps": steps, "episodes": list(episodes), "losses": losses, "lag": lag, "at": self._elapsed}
+        self._send("record", report)
 
     def checkpoint_due(self) -> bool:
         minutes = (time.perf_counter() - self._saved_at) / 60

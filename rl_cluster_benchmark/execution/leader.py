@@ -156,7 +156,8 @@ class Leader:
             "async/slots_in_use": float(np.mean(self._in_use or [0.0])) / self.store.capacity,
         }
         losses = mean_of(self._done) if self._done else nothing_learned(self.config.training, self._fraction)
-        self._send("record", {"steps": self._new_steps, "losses": losses, "asynchrony": asynchrony})
+        report = {"steps": self._new_steps, "losses": losses, "asynchrony": asynchrony, "at": self._elapsed}
+        self._send("record", report)
         self._done, self._new_steps, self._lags, self._ages, self._in_use = [], 0, [], [], []
 
     def checkpoint_due(self) -> bool:
@@ -199,10 +200,14 @@ class Leader:
         return int(self._left_out.sum()) - self._left_out_seen
 
     @property
+    def _elapsed(self) -> float:
+        """Seconds of training, those before a resume included."""
+        return self._elapsed_before + self.keeper.elapsed
+
+    @property
     def _fraction(self) -> float:
         training = self.config.training
-        elapsed = self._elapsed_before + self.keeper.elapsed
-        by_time = elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
+        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
         return min(1.0, max(self._all_steps / training.total_timesteps, by_time))
 
     @property

@@ -34,7 +34,6 @@ from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.timing import PhaseClock
 
 SECONDS_BETWEEN_MEMORY_READINGS = 10.0
-SHORTEST_RATE = 1.0  # seconds that a speed is a mean over, at least
 FINAL_FPS_UPDATES = 10
 BAD_IN_A_ROW = 100  # updates that teach nothing, until a run that skips them ends
 
@@ -90,12 +89,12 @@ class Run:
             resumed_at=self.steps if self.resume else None,
         )
         self._progress = Progress()
+        self._read_memory()  # all workers are there now; at the first update of a short run some may have ended
+        self._last_memory = -math.inf  # and again then: all buffers are in use
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._last_checkpoint = self._started
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
-        self._logs: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)])  # when, how many steps
-        self._read_memory()  # all workers are there now; at the first update of a short run some may have ended
-        self._last_memory = -math.inf  # and again then: all buffers are in use
+        self._last_log = self._recent[0]
 
     @property
     def elapsed(self) -> float:
@@ -139,8 +138,9 @@ class Run:
         episodes: Sequence[tuple[float, int]],
         losses: dict[str, float],
         asynchrony: dict[str, float] | None = None,
+        at: float | None = None,
     ) -> None:
-        """One update is done: count, log, show, save."""
+        """One update is done, after so many seconds of training by the clock of who did it: count, log, show."""
         self.asynchrony.add(asynchrony or {})
         is_whole = not math.isfinite(losses["policy_loss"])  # not one step of the optimiser was taken
         self.note_bad({name: losses.pop(name, 0.0) for name in COUNTS}, is_whole_update=is_whole)
@@ -149,7 +149,7 @@ class Run:
         self.updates += 1
         self.steps += steps
         self.episodes.add(episodes)
-        self.last_update_at = self.elapsed
+        self.last_update_at = max(self.last_update_at, self.elapsed if at is None else at)
         self._recent.append((self.last_update_at, self.steps))
         if time.perf_counter() - self._last_memory > SECONDS_BETWEEN_MEMORY_READINGS:
             self._read_memory()
@@ -193,8 +193,10 @@ class Run:
     # What is written
 
     def _log(self, losses: dict[str, float], asynchrony: dict[str, float]) -> None:
-        now = self.elapsed
-        fps = self._rate(now)
+        now = self.last_update_at
+        since, steps_then = self._last_log
+        fps = (self.steps - steps_then) / max(1e-6, now - since)
+        self._last_log = now, self.steps
         line: dict[str, float] = {"step": self.steps, "time": round(now, 3), "update": self.updates, "charts/SPS": fps}
         line["charts/learning_rate"] = losses["learning_rate"]
         line["charts/episodes"] = self.episodes.count
@@ -226,14 +228,6 @@ class Run:
             )
         )
 
-    def _rate(self, now: float) -> float:
-        """Steps per second since the last log, or over a while: updates of a moment may be reported in bursts."""
-        while len(self._logs) > 1 and now - self._logs[1][0] >= SHORTEST_RATE:
-            self._logs.popleft()
-        since, steps_then = self._logs[0]
-        self._logs.append((now, self.steps))
-        return (self.steps - steps_then) / max(1e-9, now - since)
-
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
         self.may_write()
         progress = self.progress_state()
@@ -256,7 +250,7 @@ class Run:
         return {
             "steps": self.steps,
             "updates": self.updates,
-            "elapsed": self.elapsed,
+            "elapsed": max(self.elapsed, self.last_update_at),
             "cpu_seconds": self.cpu_seconds,
             "phase_seconds": dict(self.clock.seconds),
             "peak_memory": self.peak_memory,
