@@ -15,10 +15,10 @@ import torch
 
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution.replay import ReplayFile
-from rl_cluster_benchmark.execution.split import measure
+from rl_cluster_benchmark.execution.split import SECONDS, measure
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.execution.unrolls import unroll_layout
-from rl_cluster_benchmark.hardware import prepare_process
+from rl_cluster_benchmark.hardware import detect, prepare_process
 
 
 def main() -> None:
@@ -41,7 +41,8 @@ def main() -> None:
     for _ in range(draws):
         replay.sample(1, generator)
     drawing = (time.perf_counter() - start) / draws
-    learning = measure(config, num_envs=8).learn * args.n_steps
+    cores = detect().usable_cores
+    learning = measure(config, cores, unrolls=8 * cores, seconds=SECONDS).learn * args.n_steps
     print(f"to keep an unroll {1e3 * keeping:.2f} ms, to draw one {1e3 * drawing:.2f} ms, to learn from it ", end="")
     print(f"{1e3 * learning:.0f} ms: replay adds {(keeping + drawing) / learning:.1%} at most")
 

@@ -188,14 +188,21 @@ def test_work_is_taken_once():
     [(1.0, 1.0, 16, (8, 8)), (1.0, 3.0, 16, (4, 12)), (1.0, 100.0, 16, (1, 15)), (3.0, 1.0, 4, (3, 1))],
 )
 def test_cores_are_split_by_cost(act, learn, cores, expected):
-    assert split(Costs(act, learn), cores, unrolls=10_000) == expected
+    assert split(Costs(lambda actors: act, learn), cores, unrolls=10_000) == expected
 
 
 def test_learners_that_wait_for_each_others_last_unroll_need_more_cores():
     """5 actors and 11 learners take 13.58 steps/ms, were it not for the end of a step: then 4 and 12 take more."""
-    costs = Costs(act=0.33e-3, learn=0.81e-3)
+    costs = Costs(act=lambda actors: 0.33e-3, learn=0.81e-3)
     assert split(costs, 16, unrolls=10_000) == (5, 11)
     assert split(costs, 16, unrolls=33) == (4, 12)
+
+
+def test_actors_get_as_many_environments_as_the_network_likes():
+    """It computes 16 at a time: with 5 actors of 13 environments each, a fifth of that is for nothing."""
+    costs = Costs(act=lambda actors: 0.3e-3 * (16 * -(-64 // actors // 16)) / (64 / actors), learn=0.78e-3)
+    assert split(costs, 16, unrolls=33) == (4, 12)
+    assert split(Costs(lambda actors: 0.37e-3, 0.78e-3), 16, unrolls=33) == (5, 11)
 
 
 def test_whatever_is_left_open_is_filled_in(monkeypatch, capsys):
@@ -231,7 +238,7 @@ def test_actors_may_compute_in_another_precision():
 
 
 def test_replay_makes_learners_need_more_cores():
-    assert split(Costs(1.0, 1.0), 12, unrolls=10_000, fresh=0.5) == (4, 8)
+    assert split(Costs(lambda actors: 1.0, 1.0), 12, unrolls=10_000, fresh=0.5) == (4, 8)
 
 
 # Replay

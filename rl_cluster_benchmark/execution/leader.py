@@ -29,6 +29,12 @@ TURNS = 3  # of each learner in a step: enough that one on a faster core can do 
 REPLAY = -1  # in place of an unroll's row: one from the learner's own replay
 
 
+def group_size(unrolls: int, num_learners: int, fit_the_cache: int) -> int:
+    """Unrolls that a learner takes together: as many as its cache holds, or fewer so that each has turns enough."""
+    fair = unrolls if num_learners == 1 else unrolls // (TURNS * num_learners)
+    return max(1, min(fit_the_cache, fair), -(-unrolls // MOST))
+
+
 class Board:
     """What all learners have to know of a step. The leader writes it; all have read it when their gradients meet."""
 
@@ -44,15 +50,12 @@ class Board:
         }
 
     def __init__(self, shared: SharedTensors, num_learners: int, fit_the_cache: int) -> None:
-        """`fit_the_cache` unrolls are best taken together; fewer if that leaves each learner too few turns."""
         self._step, self._stop, self._rows = (shared[name].numpy() for name in ("step", "stop", "rows"))
         self._rate, self._divisor = shared["rate"].numpy(), shared["reward_divisor"].numpy()
         self._correction = shared["correction"].numpy()
-        many = len(self._rows)
-        self.num_rows = many
-        fair = many if num_learners == 1 else many // (TURNS * num_learners)
-        self.group_size = max(1, min(fit_the_cache, fair), -(-many // MOST))
-        self.num_groups = -(-many // self.group_size)
+        self.num_rows = len(self._rows)
+        self.group_size = group_size(self.num_rows, num_learners, fit_the_cache)
+        self.num_groups = -(-self.num_rows // self.group_size)
 
     def announce(self, step: int, rows: NDArray[np.int64], rate: float, divisor: float, correction: int = 0) -> None:
         self._rows[:], self._rate[0], self._divisor[0], self._correction[0] = rows, rate, divisor, correction

@@ -1,10 +1,14 @@
-"""How many cores act and how many learn: by what a step costs each, measured here with the run's own network."""
+"""How many cores act and how many learn: by what a step costs each, measured with the run's own network.
+
+All cores measure at the same time: a core that works alone is faster, and more so for learning than for acting.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from statistics import median
 
 import torch
@@ -14,20 +18,23 @@ from rl_cluster_benchmark.algorithms.impala import Impala, Unrolls
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import make_env
+from rl_cluster_benchmark.execution.leader import group_size
+from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.rollout import Collector
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.timing import PhaseClock, beat
 
 SECONDS = 2.0  # to measure the costs for, at least
 FEWEST_CALLS = 4
 SAMPLED_STEPS = 16
+FEWEST_ACTORS = 16  # one in so many cores acts, at least
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one core for one environment step."""
 
-    act: float
+    act: Callable[[int], float]  # when there are so many actors: the network likes some numbers of environments more
     learn: float
 
 
@@ -54,14 +61,14 @@ def fill_in(config: Config) -> Config:
 
 
 def _measured(config: Config, cores: int) -> tuple[int, int]:
-    num_envs = config.parallel.num_envs_per_worker or max(1, config.env.num_envs * 3 // cores)
-    costs = measure(config, num_envs)
     fresh = 1 - config.impala.replay_fraction
     machines = config.cluster.num_workers if config.mode == "distributed" else 1
-    actors, learners = split(costs, cores, max(1, config.unrolls_per_step // machines), fresh)
+    unrolls = max(1, config.unrolls_per_step // machines)
+    costs = measure(config, cores, unrolls, SECONDS)
+    actors, learners = split(costs, cores, unrolls, fresh)
     print(
-        f"Split of {cores} cores: {actors} actors, {learners} learners (a step costs {1e3 * costs.act:.2f} ms to take "
-        f"and {1e3 * costs.learn / fresh:.2f} ms to learn from)",
+        f"Split of {cores} cores: {actors} actors, {learners} learners (a step costs {1e3 * costs.act(actors):.2f} ms "
+        f"to take and {1e3 * costs.learn / fresh:.2f} ms to learn from)",
         flush=True,
     )
     return actors, learners
@@ -76,15 +83,37 @@ def split(costs: Costs, cores: int, unrolls: int, fresh: float = 1.0) -> tuple[i
     def rate(actors: int) -> float:
         learners = cores - actors
         busy = unrolls / (unrolls + learners / 2)
-        return min(actors / costs.act, learners * busy * fresh / costs.learn)
+        return min(actors / costs.act(actors), learners * busy * fresh / costs.learn)
 
-    actors = max(range(1, cores), key=rate)
+    actors = max(_candidates(cores), key=rate)
     return actors, cores - actors
 
 
-def measure(config: Config, num_envs: int) -> Costs:
-    """With one thread, as an actor and a learner have."""
+def _candidates(cores: int) -> range:
+    return range(-(-cores // FEWEST_ACTORS), cores)
+
+
+def measure(config: Config, cores: int, unrolls: int, seconds: float) -> Costs:
+    """On all cores at once, with one thread each, as actors and learners have."""
+    given = config.parallel.num_envs_per_worker
+    sizes = {actors: given or -(-config.env.num_envs // actors) for actors in _candidates(cores)}  # of each actor
     plan = hardware.plan(config)
+    places = plan.cores if len(plan.cores) == cores else (None,) * cores
+    args = (config, sorted(set(sizes.values())), cores, unrolls, seconds)
+    with WorkerPool(_measure, cores, args, places) as pool:
+        found = [costs for _, costs in pool.messages(lambda: None)]
+    learn, *act = (median(costs) for costs in zip(*found, strict=True))
+    by_size = dict(zip(args[1], act, strict=True))
+    return Costs(lambda actors: by_size[sizes[actors]], learn)
+
+
+def _measure(
+    rank: int, connection: Connection, config: Config, sizes: Sequence[int], cores: int, unrolls: int, seconds: float
+) -> None:
+    """In a process of its own. Environments cost what they cost; the network is asked for each number of them."""
+    plan = hardware.plan(config)
+    hardware.prepare_process(1)
+    num_envs = sizes[len(sizes) // 2]
     env = make_env(config.env, range(num_envs), num_threads=1)
     acting, learning = (
         make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision, engine)
@@ -97,19 +126,35 @@ def measure(config: Config, num_envs: int) -> Costs:
     rollout = collector.collect_unroll(0, lambda: False)
     assert rollout is not None
     impala = Impala(config, learning, env_ids=(), micro_batch=plan.micro_batch, reduce=Alone())
-    together = max(1, min(num_envs, plan.micro_batch // n_steps))
-    unrolls = Unrolls.of(rollout, list(range(together)), torch.zeros_like(rollout.rewards))
-    act, learn = _seconds(lambda: collector.collect_unroll(1, lambda: False), lambda: impala.step(unrolls, 0.0))
-    return Costs(act / (n_steps * num_envs), learn / (n_steps * together))
+    fit_the_cache = max(1, plan.micro_batch // config.training.n_steps)
+    samples = group_size(unrolls, cores * 3 // 4, fit_the_cache) * config.training.n_steps
+    together = max(1, min(num_envs, samples // n_steps))
+    lesson = Unrolls.of(rollout, list(range(together)), torch.zeros_like(rollout.rewards))
+    seen = torch.from_numpy(collector.observations)
+
+    def ask(size: int) -> Callable[[], object]:
+        observations = seen.repeat(-(-size // num_envs), *(1 for _ in env.observation_shape))[:size]
+        return torch.inference_mode()(lambda: acting(observations))
+
+    learn, act, *asked = _seconds(
+        seconds,
+        lambda: impala.step(lesson, 0.0),
+        lambda: collector.collect_unroll(1, lambda: False),
+        *map(ask, sizes),
+    )
+    answer = {size: taken / size for size, taken in zip(sizes, asked, strict=True)}
+    act = act / (n_steps * num_envs) - answer[num_envs]
+    connection.send(("message", [learn / (n_steps * together), *(act + answer[size] for size in sizes)]))
 
 
-def _seconds(*works: Callable[[], object]) -> list[float]:
+def _seconds(seconds: float, *works: Callable[[], object]) -> list[float]:
     """Of one call of each: medians of calls in turns, the first ones not counted, so that a hitch decides nothing."""
     taken: list[list[float]] = [[] for _ in works]
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(taken[-1]) < FEWEST_CALLS:
-        for work, seconds in zip(works, taken, strict=True):
+        for work, calls in zip(works, taken, strict=True):
             start = time.perf_counter()
             work()
-            seconds.append(time.perf_counter() - start)
-    return [median(seconds[1:]) for seconds in taken]
+            calls.append(time.perf_counter() - start)
+        beat()
+    return [median(calls[1:]) for calls in taken]

@@ -146,6 +146,11 @@ class Faulty:
                 return
             self._still_going(deadline)
 
+    def wait_for_text(self, text: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.text:
+            self._still_going(deadline)
+
     def _still_going(self, deadline: float) -> None:
         assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text}"
         assert time.monotonic() < deadline, f"no progress:\n{self.text}"
