@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli_analysis import add_analysis_commands
+from rl_cluster_benchmark.cli_arguments import add_config_arguments, config_from, numbers, positive, rank, seconds, seed
 from rl_cluster_benchmark.cli_checkpoint import add_checkpoint_command
 from rl_cluster_benchmark.cli_performance import add_performance_commands
 from rl_cluster_benchmark.cluster.checkup import arguments as checkup_arguments
@@ -42,35 +43,9 @@ examples:
   rlcb doctor
 """
 
-PLACES = ("algorithm", "mode", "output_dir", "logging.log_dir", "logging.checkpoint_dir")  # where a run is
 QUICKSTART_DIR = "runs/quickstart"
 SCALING_DIR = "runs/scaling"
 
-# flag -> (config key, placeholder, help)
-FLAGS: dict[str, tuple[str, str, str]] = {
-    "--env": ("env.name", "GAME", "a Procgen game: coinrun, starpilot, ... (or CartPole-v1, Catch-v0)"),
-    "--seed": ("env.seed", "N", "seed of everything random in the run"),
-    "--total-timesteps": ("training.total_timesteps", "N", "stop after this many environment steps"),
-    "--duration": ("training.duration_hours", "HOURS", "stop after this many hours, if that comes first"),
-    "--num-envs": ("env.num_envs", "N", "environments stepped together, over all workers"),
-    "--batch-size": ("training.batch_size", "N", "samples in a minibatch"),
-    "--learning-rate": ("training.learning_rate", "RATE", "step size of the optimiser"),
-    "--num-threads": ("hardware.num_threads", "N", "threads to use; default: one per physical core"),
-    "--num-workers": (
-        "parallel.num_workers",
-        "N",
-        "worker processes (IMPALA: actors), auto: one per core; machines in distributed mode",
-    ),
-    "--num-nodes": ("cluster.num_workers", "N", "machines that take part (distributed mode)"),
-    "--workers-per-node": ("parallel.num_workers", "N", "worker processes on each machine (distributed mode)"),
-    "--master-addr": ("cluster.master_addr", "HOST", "address of the head machine (distributed mode)"),
-    "--master-port": ("cluster.master_port", "PORT", "a free port there (distributed mode)"),
-    "--num-envs-per-worker": ("parallel.num_envs_per_worker", "N", "environments of each worker (parallel mode)"),
-    "--device": ("hardware.device", "DEVICE", "cpu, or cuda where torch has it"),
-    "--output-dir": ("output_dir", "DIR", "directory for everything the run writes"),
-    "--checkpoint-dir": ("logging.checkpoint_dir", "DIR", "where checkpoints go without --output-dir"),
-    "--log-dir": ("logging.log_dir", "DIR", "where logs go without --output-dir"),
-}
 SET_BY_SCALING = (
     "--mode", "--total-timesteps", "--duration", "--num-workers", "--num-envs-per-worker", "--checkpoint-dir",
     "--log-dir", "--num-nodes", "--workers-per-node", "--master-addr", "--master-port",
@@ -116,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train an agent", description="Train an agent.", allow_abbrev=False)
     add_config_arguments(train)
     train.add_argument(
-        "--node-rank", type=_rank, metavar="N", help="number of this machine, the head is 0 (distributed mode); "
+        "--node-rank", type=rank, metavar="N", help="number of this machine, the head is 0 (distributed mode); "
         "default: from torchrun or SLURM, else the head is whoever has --master-addr, the others count as they come",
     )  # fmt: skip
     group = train.add_mutually_exclusive_group()
@@ -188,41 +163,22 @@ def add_scaling(commands: Any) -> None:
     )
     add_config_arguments(scaling, without=SET_BY_SCALING)
     scaling.add_argument(
-        "--workers", type=_numbers, metavar="N,N,...",
+        "--workers", type=numbers, metavar="N,N,...",
         help="numbers of workers; default: powers of two up to the usable cores",
     )  # fmt: skip
     scaling.add_argument(
-        "--envs-per-worker", type=_positive, metavar="N",
+        "--envs-per-worker", type=positive, metavar="N",
         help="weak scaling: N environments for each worker; default: strong scaling, the same total for all",
     )  # fmt: skip
     scaling.add_argument(
-        "--seconds", type=_seconds, default=60.0, metavar="S", help="of each run after its first update; default: 60"
+        "--seconds", type=seconds, default=60.0, metavar="S", help="of each run after its first update; default: 60"
     )
     scaling.add_argument(
-        "--repeats", type=_positive, default=1, metavar="N", help="rounds, medians are reported; default: 1"
+        "--repeats", type=positive, default=1, metavar="N", help="rounds, medians are reported; default: 1"
     )
     scaling.add_argument("--overwrite", action="store_true", help="replace the results in the output directory")
     projection_arguments.add_arguments(scaling)
     scaling.set_defaults(run=_scaling, mode="parallel")
-
-
-def add_config_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
-    parser.add_argument("--algorithm", type=str.lower, metavar="NAME", help="ppo (default), a2c, a3c or impala")
-    if "--mode" not in without:
-        parser.add_argument(
-            "--mode", type=str.lower, metavar="MODE", help="sequential (default), parallel or distributed"
-        )
-    parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file or a preset's name; default: the preset <algorithm>_<mode>"
-    )
-    for flag, (key, placeholder, text) in FLAGS.items():
-        if flag in without:
-            parser.set_defaults(**{_attribute(flag): None})
-            continue
-        parser.add_argument(flag, metavar=placeholder, help=f"{text} [{key}]")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other key: --set training.gamma=0.99"
-    )
 
 
 def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -234,18 +190,18 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
         help="take the newest checkpoint of this algorithm; with --checkpoint: check that it is of this algorithm",
     )  # fmt: skip
     parser.add_argument("--env", metavar="GAME", help="another game than the agent was trained on")
-    parser.add_argument("--num-episodes", type=_positive, default=100, metavar="N", help="default: 100")
+    parser.add_argument("--num-episodes", type=positive, default=100, metavar="N", help="default: 100")
     parser.add_argument("--deterministic", action="store_true", help="take the likeliest action instead of sampling")
     parser.add_argument(
         "--random", action="store_true", help="play at random in the agent's place: what it has to be better than"
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of levels and actions; default: 0")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of levels and actions; default: 0")
     parser.add_argument(
         "--levels", choices=("train", "test", "all"), default="test",
         help="levels of training, levels never trained on (default), or all levels (the published test)",
     )  # fmt: skip
     parser.add_argument(
-        "--num-threads", type=_positive, metavar="N", help="threads to use; default: one per physical core"
+        "--num-threads", type=positive, metavar="N", help="threads to use; default: one per physical core"
     )
     parser.add_argument("--json", metavar="FILE", help="write the results to a file")
     parser.add_argument("--video", metavar="FILE", help="record episodes side by side: .gif, .mp4, or a short .webp")
@@ -253,74 +209,6 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config: --set env.num_levels=500"
     )
-
-
-def _attribute(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least 1")
-    return int(text)
-
-
-def _rank(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdigit() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0 to 2^32 - 1")
-    return int(text)
-
-
-def _numbers(text: str) -> list[int]:
-    return [_positive(part.strip()) for part in text.split(",")]
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a number of seconds, at most a day")
-    return seconds
-
-
-def config_from(args: argparse.Namespace) -> Config:
-    """Defaults < YAML < command line. A run that is resumed starts from its own config.yaml."""
-    from rl_cluster_benchmark import config_files as configs
-    from rl_cluster_benchmark.run.directory import RunDirectory
-
-    overrides: dict[str, object] = {}
-    for name in ("algorithm", "mode"):
-        if getattr(args, name) is not None:
-            overrides[name] = getattr(args, name)
-    mode = args.mode or (configs.read_yaml(args.config).get("mode") if args.config is not None else None)
-    for flag, (key, _, _) in FLAGS.items():
-        text = getattr(args, _attribute(flag))
-        if text is not None:
-            key = "cluster.num_workers" if flag == "--num-workers" and mode == "distributed" else key
-            overrides[key] = text
-    if args.num_envs is not None and args.num_envs_per_worker is None:
-        overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
-    if args.num_workers is not None and mode != "distributed":
-        overrides["impala.num_actors"] = None  # likewise: a preset's split of the cores
-    overrides |= dict(configs.parse_assignment(text) for text in args.set)
-    path = args.config
-    if path is None:
-        place = "cpu_cluster" if args.mode == "distributed" else args.mode or "sequential"
-        preset = f"{args.algorithm or 'ppo'}_{place}"
-        path = preset if preset in configs.presets() else None
-        if getattr(args, "resume", False):
-            places = {key: overrides[key] for key in PLACES if key in overrides}
-            own = RunDirectory.of(configs.load(path, places)).config
-            path = own if own.is_file() else path
-    return configs.load(path, overrides)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -219,6 +219,7 @@ def _matrix(args: argparse.Namespace) -> Matrix | None:
 
 def _config_of(arguments: Sequence[str]) -> object:
     """The config of `rlcb train ARGUMENTS`."""
-    from rl_cluster_benchmark.cli import build_parser, config_from
+    from rl_cluster_benchmark.cli import build_parser
+    from rl_cluster_benchmark.cli_arguments import config_from
 
     return config_from(build_parser().parse_args(["train", *arguments]))

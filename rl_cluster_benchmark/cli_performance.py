@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rl_cluster_benchmark.cli_arguments import FLAGS, add_config_arguments, attribute, config_from, seconds
+
 TUNE_DIR, PROFILE_DIR = "runs/tune", "runs/profile"
 SET_BY_MEASURING = (
     "--total-timesteps", "--duration", "--checkpoint-dir", "--log-dir", "--device", "--num-nodes", "--workers-per-node",
@@ -53,8 +55,6 @@ def add_performance_commands(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    from rl_cluster_benchmark.cli import _seconds, add_config_arguments
-
     parser = commands.add_parser(
         "profile",
         help="say where the time of a run goes and what limits it",
@@ -64,7 +64,7 @@ def _add_profile(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=15.0, metavar="S", help="measured after the first update; default: 15"
+        "--seconds", type=seconds, default=15.0, metavar="S", help="measured after the first update; default: 15"
     )
     parser.add_argument(
         "--of", metavar="DIR", help="train nothing: say what limited the run in this directory, of any mode"
@@ -78,8 +78,6 @@ def _add_profile(commands: Any) -> None:
 
 
 def _add_tune(commands: Any) -> None:
-    from rl_cluster_benchmark.cli import _seconds, add_config_arguments
-
     tune = commands.add_parser(
         "tune",
         help="find the fastest setting for this machine",
@@ -89,10 +87,10 @@ def _add_tune(commands: Any) -> None:
         allow_abbrev=False,
     )
     tune.add_argument(
-        "--budget", type=_seconds, default=300.0, metavar="SECONDS", help="time for the whole search; default: 300"
+        "--budget", type=seconds, default=300.0, metavar="SECONDS", help="time for the whole search; default: 300"
     )
     tune.add_argument(
-        "--seconds", type=_seconds, default=4.0, metavar="S", help="of each trial after its first update; default: 4"
+        "--seconds", type=seconds, default=4.0, metavar="S", help="of each trial after its first update; default: 4"
     )
     tune.add_argument(
         "--exhaustive", action="store_true",
@@ -132,18 +130,15 @@ def _tune(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> Any:
     """Of the runs to be made; --output-dir is the place of what is written about them."""
-    from rl_cluster_benchmark.cli import config_from
-
     args.output_dir = None
     return config_from(args)
 
 
 def _given_keys(args: argparse.Namespace) -> set[str]:
     """The config keys that the command line sets."""
-    from rl_cluster_benchmark.cli import FLAGS, _attribute
     from rl_cluster_benchmark.config_files import parse_assignment
 
-    flags = {key for flag, (key, _, _) in FLAGS.items() if getattr(args, _attribute(flag)) is not None}
+    flags = {key for flag, (key, _, _) in FLAGS.items() if getattr(args, attribute(flag)) is not None}
     top = {name for name in ("algorithm", "mode") if getattr(args, name) is not None}
     return flags | top | {parse_assignment(text)[0] for text in args.set}
 
