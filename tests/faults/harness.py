@@ -26,7 +26,7 @@ SIZES = (
 )  # fmt: skip
 WORKERS = ("--num-workers", 2, "--num-envs-per-worker", NUM_ENVS // 2)
 NODES = (
-    "--workers-per-node", 1, "--set", "cluster.timeout=5", "--set", "cluster.max_restarts=0",
+    "--workers-per-node", 1, "--set", "cluster.timeout=45", "--set", "cluster.max_restarts=0",
     "--set", "cluster.join_timeout=40", "--set", "parallel.num_envs_per_worker=null",
 )  # fmt: skip
 

@@ -122,7 +122,7 @@ def _end(run: Faulty, kill: Kill, victim: psutil.Process, stopped: float) -> int
         run.wait_for_text("Another takes its place")
         run.wait_for_updates()
         return _end_well(run)
-    status = run.wait(60)
+    status = run.wait(90)
     expected = [-signal.SIGKILL] if victim.pid == run.process.pid else [1]
     if run.mode.mode == "distributed":
         expected.append(128 + signal.SIGKILL)  # a launcher's is the worst of its nodes'
