@@ -17,9 +17,9 @@ from conftest import ROOT, environment, rlcb
 from rl_cluster_benchmark import config_files, hardware
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.scaling import results
-from rl_cluster_benchmark.scaling.cases import choose_counts, make_cases
+from rl_cluster_benchmark.scaling.cases import MEASURED, choose_counts, make_cases
 from rl_cluster_benchmark.scaling.results import Round
-from rl_cluster_benchmark.scaling.runs import Rate, TrainingProcess
+from rl_cluster_benchmark.scaling.runs import Rate, TrainingProcess, measure_in_turns
 
 TINY = ("--env", "Catch-v0", "--batch-size", 128, "--set", "training.n_steps=32", "--set", "parallel.pin=never")
 COUNTS = [1, 2][: hardware.detect().usable_cores]
@@ -218,6 +218,27 @@ def test_a_killed_sweep_leaves_no_process(start, tmp_path):
         "error: model.architecture = nature needs images, but observations have shape (10, 5); use mlp or auto."
     ]
     assert [file.name for file in tmp_path.iterdir()] == [".lock"], "and the next sweep removes its files"
+
+
+def test_runs_that_are_compared_take_turns(tmp_path):
+    """One of the two trains, the other is stopped; each has three turns, whose first update does not count."""
+    changes = {"env.name": "Catch-v0", "env.num_envs": 4, "training.n_steps": 32, "hardware.num_threads": 1}
+    config = config_files.load(None, MEASURED | changes)
+    at_once = set()
+
+    def look():
+        runs = [run for run in psutil.Process().children() if "train" in run.cmdline()]
+        at_once.add((len(runs), sum(run.status() != psutil.STATUS_STOPPED for run in runs)))
+        return False
+
+    groups = [([config], [os.sched_getaffinity(0)], tmp_path / name) for name in ("a", "b")]
+    (first,), (second,) = measure_in_turns(groups, seconds=3.0, interrupted=look)
+    assert at_once == {(1, 1), (2, 1)}
+    for rate in (first, second):
+        assert len(rate.update_seconds) == rate.updates
+        assert rate.seconds == pytest.approx(sum(rate.update_seconds))
+        assert 2 < rate.seconds < 4
+        assert max(rate.update_seconds) < 1, "no pause is in them"
 
 
 def test_a_run_is_pinned_from_its_start(tmp_path):

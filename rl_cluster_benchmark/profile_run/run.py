@@ -22,7 +22,7 @@ from rl_cluster_benchmark.profile_run.figures import Process, Profile
 from rl_cluster_benchmark.profile_run.verdict import judge
 from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.scaling.cases import MEASURED
-from rl_cluster_benchmark.scaling.runs import SECONDS_WITHOUT_PROGRESS, Rate, TrainingProcess
+from rl_cluster_benchmark.scaling.runs import SECONDS_WITHOUT_PROGRESS, TrainingProcess
 from rl_cluster_benchmark.scaling.sweep import claim, runs_folder
 from rl_cluster_benchmark.tune.space import resolve_envs
 from rl_cluster_benchmark.tune.trials import short_updates
@@ -100,17 +100,15 @@ class WatchedRun:
     def follow(self) -> None:
         """KeyboardInterrupt when somebody asks to end."""
         self._wait(lambda: len(self.process.lines) > 0, "make its first update")
-        self.process.first = len(self.process.lines) - 1
+        first = len(self.process.lines) - 1
         self._next_stage()  # MEASURE
         before, began = psutil.cpu_times(percpu=True), time.monotonic()
         self._wait(
-            lambda: (
-                time.monotonic() - began >= self.settings.seconds and len(self.process.lines) > self.process.first + 1
-            ),
+            lambda: time.monotonic() - began >= self.settings.seconds and len(self.process.lines) > first + 1,
             "make another update",
         )
         self.cores = _busy(before, psutil.cpu_times(percpu=True))
-        self.last = len(self.process.lines)
+        self.process.windows.append((first, len(self.process.lines) - 1))  # without torch's profiler
         self.run_config = config_files.load(self.process.directory.config)
         learners = self.run_config.impala.num_learners if self._has_roles() else 0
         (self.notes / TRACED_FILE).write_text(f"0 {learners}" if learners else "0")
@@ -161,13 +159,8 @@ class WatchedRun:
         process = self.process.process
         if process.poll() is None and self.signals.received is None and list(self.notes.glob("*.json")):
             process.terminate()
-            self.rate = self._rate()
+            self.rate = self.process.rate()
         self.process.kill()
-
-    def _rate(self) -> Rate:
-        """Of the time without torch's profiler."""
-        self.process.lines = self.process.lines[: self.last]
-        return self.process.rate()
 
     def profile(self, best: peak.Peak | None) -> Profile:
         hardware.prepare_process(1)

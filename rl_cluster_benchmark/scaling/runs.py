@@ -1,7 +1,8 @@
 """Training runs side by side: started together, watched through their metrics, stopped together.
 
 The rate of a run counts whole updates, after the first one and after every run beside it has made its first one: all of
-the measured time, all of them are training. Each ends only when all have been measured.
+the measured time, all of them are training. Each ends only when all have been measured. Runs that are compared with
+each other take turns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.execution.workers import die_with_parent
 from rl_cluster_benchmark.run.directory import RunDirectory
 
+TURNS = 3  # that the measured time is cut into, when several groups of runs share it
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_WITHOUT_PROGRESS = 1800.0
 SECONDS_TO_STOP = 300.0
@@ -43,6 +45,9 @@ class Rate:
     update_seconds: tuple[float, ...] = ()  # of each update that counts
 
 
+Group = tuple[Sequence[Config], Sequence[Collection[int]], Path]  # configs, the cores of each, a folder for their files
+
+
 def measure(
     configs: Sequence[Config],
     cores: Sequence[Collection[int]],
@@ -52,23 +57,65 @@ def measure(
     interrupted: Callable[[], bool],
 ) -> list[Rate]:
     """Run the configs side by side, each on its cores, for some seconds after they have warmed up."""
-    runs: list[TrainingProcess] = []
+    return measure_in_turns([(configs, cores, folder)], seconds=seconds, interrupted=interrupted)[0]
+
+
+def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Callable[[], bool]) -> list[list[Rate]]:
+    """The same of several groups, on the same cores: while one trains, the others are stopped.
+
+    Turns are short, so that whatever else the machine does, or how fast it is just now, happens to all of them.
+    """
+    started: list[list[TrainingProcess]] = []
+    alone = len(groups) == 1
     try:
-        for number, (config, own_cores) in enumerate(zip(configs, cores, strict=True)):
-            runs.append(TrainingProcess(config, own_cores, folder / str(number)))
-        _watch(runs, seconds, interrupted)
-        for run in runs:
-            run.process.terminate()
-        return [run.rate() for run in runs]
+        for configs, cores, folder in groups:
+            started.append(runs := [])
+            for number, (config, own_cores) in enumerate(zip(configs, cores, strict=True)):
+                runs.append(TrainingProcess(config, own_cores, folder / str(number)))
+            if not alone:
+                _turn(runs, 0.0, interrupted)
+                _stop(runs)
+        taken = [0.0] * len(started)
+        order = list(range(len(started)))
+        while min(taken) < seconds:
+            for group in order:
+                runs = started[group]
+                _go_on(runs)
+                taken[group] += _turn(runs, seconds if alone else seconds / TURNS, interrupted)
+                if not alone:
+                    _stop(runs)
+            order.reverse()  # a drift of the machine favours none
+        for runs in started:
+            _go_on(runs)
+            for run in runs:
+                run.process.terminate()
+        return [[run.rate() for run in runs] for runs in started]
     finally:
-        for run in runs:
-            run.kill()
+        for runs in started:
+            for run in runs:
+                run.kill()
 
 
-def _watch(runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable[[], bool]) -> None:
-    """Return when every run has been measured; KeyboardInterrupt when somebody asks to end."""
-    began: float | None = None
-    last_progress = time.monotonic()
+def _stop(runs: Sequence[TrainingProcess]) -> None:
+    for run in runs:
+        run.signal(signal.SIGSTOP)
+    for run in runs:
+        run.read()  # what comes later was made after it went on
+
+
+def _go_on(runs: Sequence[TrainingProcess]) -> None:
+    for run in runs:
+        run.signal(signal.SIGCONT)
+
+
+def _turn(runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable[[], bool]) -> float:
+    """Measure every run for so long, and for an update at least; returns how long it was.
+
+    KeyboardInterrupt when somebody asks to end.
+    """
+    before = [len(run.lines) for run in runs]
+    first: list[int] = []  # the line of each from which time counts, once all have made an update
+    began = last_progress = time.monotonic()
     while True:
         now = time.monotonic()
         if interrupted():
@@ -79,13 +126,15 @@ def _watch(runs: Sequence[TrainingProcess], seconds: float, interrupted: Callabl
         new_updates = [run.read() for run in runs]
         if any(new_updates):
             last_progress = now
-        if began is None:
-            if all(run.lines for run in runs):
-                began = now
-                for run in runs:
-                    run.first = len(run.lines) - 1
-        elif now - began >= seconds and all(len(run.lines) > run.first + 1 for run in runs):
-            return
+        if not first:
+            if all(len(run.lines) > count for run, count in zip(runs, before, strict=True)):
+                began, first = now, [len(run.lines) - 1 for run in runs]
+                if not seconds:
+                    return 0.0
+        elif now - began >= seconds and all(len(run.lines) > line + 1 for run, line in zip(runs, first, strict=True)):
+            for run, line in zip(runs, first, strict=True):
+                run.windows.append((line, len(run.lines) - 1))
+            return now - began
         if now - last_progress > SECONDS_WITHOUT_PROGRESS:
             raise TrainingFailedError(
                 f"No run has made an update for {SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes; use fewer environments."
@@ -101,7 +150,7 @@ class TrainingProcess:
         config = config_files.build(config_files.to_dict(config), {"output_dir": str(folder / "run")}, source="scaling")
         self.directory = RunDirectory.of(config)
         self.lines: list[dict[str, float]] = []
-        self.first = 0  # the line from which time counts
+        self.windows: list[tuple[int, int]] = []  # the lines from and to which time counts
         self._read_so_far = 0
         self._output = folder / "output.txt"
         (folder / "config.yaml").write_text(config_files.to_yaml(config))
@@ -140,23 +189,35 @@ class TrainingProcess:
             raise TrainingFailedError(f"A run did not end within {SECONDS_TO_STOP:.0f} seconds.") from None
         if self.process.returncode != 128 + signal.SIGTERM:
             raise self.failure()
-        start, end = self.lines[self.first], self.lines[-1]
         summary = json.loads(self.directory.summary.read_text())
-        seconds = end["time"] - start["time"]
+        ends = [(self.lines[first], self.lines[last]) for first, last in self.windows]
+
+        def gained(name: str) -> float:
+            return sum(end[name] - start[name] for start, end in ends)
 
         def mean(name: str) -> float:
             """Over the time that counts, of a metric that is a mean since the start of the run."""
-            return (end[name] * end["time"] - start[name] * start["time"]) / seconds
+            return sum(end[name] * end["time"] - start[name] * start["time"] for start, end in ends) / seconds
 
+        seconds = gained("time")
         return Rate(
-            fps=(end["step"] - start["step"]) / seconds,
-            updates=int(end["update"] - start["update"]),
+            fps=gained("step") / seconds,
+            updates=int(gained("update")),
             seconds=seconds,
-            shares={name.removeprefix("time/"): mean(name) for name in end if name.startswith("time/")},
+            shares={name.removeprefix("time/"): mean(name) for name in self.lines[-1] if name.startswith("time/")},
             busy_cores=mean("system/cpu_utilization") * summary["usable_cores"],
             summary=summary,
-            update_seconds=tuple(b["time"] - a["time"] for a, b in itertools.pairwise(self.lines[self.first :])),
+            update_seconds=tuple(
+                later["time"] - line["time"]
+                for first, last in self.windows
+                for line, later in itertools.pairwise(self.lines[first : last + 1])
+            ),
         )
+
+    def signal(self, number: int) -> None:
+        """To all its processes."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended: `failure` says why
+            os.killpg(self.process.pid, number)
 
     def failure(self) -> UserError | TrainingFailedError:
         """Why it ended, in its own words."""

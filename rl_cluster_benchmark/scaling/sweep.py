@@ -1,4 +1,4 @@
-"""The sweep: for each number of workers, all of them together and as many independent runs, close in time."""
+"""The sweep: for each number of workers, all of them together and as many independent runs, in turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.scaling import results
 from rl_cluster_benchmark.scaling.cases import Case, choose_counts, make_cases
 from rl_cluster_benchmark.scaling.results import Round
-from rl_cluster_benchmark.scaling.runs import measure
+from rl_cluster_benchmark.scaling.runs import measure_in_turns
 
 RUNS_PREFIX = ".scaling-runs-"
 COPIED_FROM_RUN = ("algorithm", "env", "precision", "engine", "cpu_model", "git_commit", "versions")
@@ -80,15 +80,15 @@ class Sweep:
     def _measure(self, case: Case, folder: Path, *, reverse: bool) -> Round:
         """Every other round begins with the independent runs, so that a drift of the machine favours neither way."""
         all_cores = [set(case.cores)]  # it pins its workers itself
-        ways = [("together", [case.together], all_cores), ("independent", case.independents, case.core_sets())]
-        rates = {}
-        for way, configs, cores in reversed(ways) if reverse else ways:
-            rates[way] = measure(
-                configs, cores, folder / way, seconds=self.settings.seconds,
-                interrupted=lambda: self.signals.received is not None,
-            )  # fmt: skip
-            shutil.rmtree(folder / way)
-        return Round(rates["together"][0], rates["independent"])
+        together = ([case.together], all_cores, folder / "together")
+        independent = (case.independents, case.core_sets(), folder / "independent")
+        ways = [independent, together] if reverse else [together, independent]
+        rates = measure_in_turns(
+            ways, seconds=self.settings.seconds, interrupted=lambda: self.signals.received is not None
+        )
+        for _, _, place in ways:
+            shutil.rmtree(place)
+        return Round(rates[reverse][0], rates[not reverse])
 
     def show(self) -> None:
         """What has been measured, if anything has."""
@@ -149,8 +149,8 @@ def _header(config: Config, cases: Sequence[Case], settings: Settings) -> list[s
         f"{_listed([case.workers for case in cases])} workers, {pinned}",
         f"CPU: {machine.cpu_model} ({machine.usable_cores} of {machine.logical_cores} logical cores usable)",
         f"Kind: {kind}",
-        f"For each: all workers together, and as many independent runs side by side; {settings.seconds:g} s (at least "
-        f"an update) after the first update{times}",
+        f"For each: all workers together, and as many independent runs side by side, in turns; {settings.seconds:g} s "
+        f"(at least an update) after the first update{times}",
     ]
 
 
