@@ -55,8 +55,8 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 2M
         if len(names) > 1:
             axis.legend(frameon=False)
-    axes[0, 1].set_ylim(bottom=0)
-    axes[1, 3].set_ylim(bottom=0)
+    for axis in (axes[0, 1], axes[1, 3]):
+        axis.set_ylim(0, 1.1 * max(axis.dataLim.ymax, 1e-9))
     env = _env_of(log_file)
     if env is not None:
         figure.suptitle(f"{env.name}, seed {env.seed}")
