@@ -105,6 +105,20 @@ def test_updates_are_dated_by_who_made_them(algorithm, tmp_path):
     assert sum(summary["phase_shares"].values()) < 1.05
 
 
+def test_the_server_of_workers_has_a_name_for_a_moment_only(tmp_path, monkeypatch):
+    """SIGKILL of everybody while it loads what workers need, which takes seconds, would leave it in /tmp."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    seen = 0.0
+    with processes.running("--mode", "parallel", *TINY, "--num-workers", 2, "--output-dir", tmp_path / "run") as run:
+        while not workers_of(run):
+            seen += 0.01 * any(temporary.iterdir())
+            assert run.poll() is None, run.stdout.read()
+            time.sleep(0.01)
+    assert seen < 0.5
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
 def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
     """The same environments, seeds and minibatches: the same parameters after several updates, to rounding."""

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from types import TracebackType
@@ -40,8 +41,6 @@ def hide_server() -> None:
     Whoever holds a socket open can still reach it, through /proc. Where Python keeps it otherwise, the name stays, as
     long as this process lives.
     """
-    from multiprocessing import forkserver, util
-
     server = getattr(forkserver, "_forkserver", None)
     address = getattr(server, "_forkserver_address", None)
     if not isinstance(address, str) or address.startswith(("\0", "/proc/")):
@@ -97,13 +96,14 @@ class WorkerPool:
         call = (self._target, rank, theirs, self._cores[rank], self._pulses[rank], tuple(args))
         process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
         try:
+            forkserver.ensure_running()
+            hide_server()  # at once: it takes seconds to load what workers need, and any moment may be the last
             process.start()
         except (EOFError, OSError) as error:
             raise TrainingFailedError(
                 f"Worker {rank} could not be started ({error or 'the process that starts workers is gone'}); is the "
                 "machine out of memory or of processes? The last checkpoint is intact."
             ) from None
-        hide_server()
         theirs.close()
         return process, ours
 
