@@ -51,10 +51,12 @@ class ActorCritic(nn.Module):
             self.native_trunk.stale = True
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        features = self._features(observations)
+        return self.heads(self.features(observations))
+
+    def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
         return self.policy_head(features), self.value_head(features).squeeze(-1)
 
-    def _features(self, observations: Tensor) -> Tensor:
+    def features(self, observations: Tensor) -> Tensor:
         if self.native_trunk is not None:
             return self.native_trunk(observations)
         if observations.dtype == torch.uint8:

@@ -131,7 +131,7 @@ def test_is_as_close_to_float32_as_torch_in_bfloat16(architecture):
     exact = network.SOURCES[architecture].in_torch(list(model.trunk.parameters()), observations)
     ours = model.native_trunk(observations)
     model.native_trunk = None
-    theirs = model._features(observations)
+    theirs = model.features(observations)
     assert relative_error(ours, exact) < 1.2 * relative_error(theirs, exact) < 0.02
 
 

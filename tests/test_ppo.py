@@ -1,5 +1,7 @@
 """PPO's loss and update against plain definitions."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from conftest import ScriptedEnv, targets
 from rl_cluster_benchmark.algorithms.learner import Learner
 from rl_cluster_benchmark.algorithms.on_policy import Batch, Samples, set_apart
 from rl_cluster_benchmark.algorithms.optimizers import Adam, RMSprop
+from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
@@ -41,13 +44,11 @@ def test_losses_one_sample_at_a_time():
     values, old_values, advantages, returns = torch.randn(4, 20, generator=generator)
     actions = torch.randint(4, (20,), generator=generator)
     old_log_probs = torch.randn(20, generator=generator) - 1
-    losses = ppo_losses(
-        logits,
-        values,
-        Samples(actions, old_log_probs, old_values, advantages, returns),
-        clip_range=0.2,
-        clip_value_loss=True,
-    )
+    log_policy = logits.log_softmax(-1)
+    entropy = -(log_policy.exp() * log_policy).sum(-1)
+    now = SimpleNamespace(log_probs=log_policy[range(20), actions], values=values, entropy=entropy)
+    samples = Samples(old_log_probs, old_values, advantages, returns)
+    losses, _ = ppo_losses(now, samples, clip_range=0.2, clip_value_loss=True)
     for i in range(20):
         probabilities = logits[i].softmax(0)
         ratio = float(probabilities[actions[i]] / old_log_probs[i].exp())
@@ -59,6 +60,37 @@ def test_losses_one_sample_at_a_time():
         assert float(losses.entropy[i]) == pytest.approx(-float((probabilities * probabilities.log()).sum()), rel=1e-4)
         assert float(losses.approx_kl[i]) == pytest.approx(ratio - 1 - np.log(ratio), abs=1e-4)
         assert float(losses.clipped[i]) == float(abs(ratio - 1) > 0.2)
+
+
+@pytest.mark.parametrize("clip_value_loss", [True, False])
+def test_the_gradient_is_that_of_the_losses(clip_value_loss):
+    """By autograd from the definition: of the clipped objective, the clipped value loss and the entropy."""
+    ppo, _ = make(clip_value_loss=clip_value_loss)
+    model, learner = ppo.on_policy.model, ppo.on_policy.learner
+    generator = torch.Generator().manual_seed(0)
+    observations = torch.randn(200, *ScriptedEnv(SCRIPTS).observation_shape, generator=generator)
+    old_values, advantages, returns, weight = torch.randn(4, 200, generator=generator)
+    logits, values = model(observations)
+    actions = torch.randint(logits.shape[1], (200,), generator=generator)
+    log_policy = logits.log_softmax(-1)
+    log_probs = log_policy[range(200), actions]
+    old_log_probs = log_probs.detach() + 0.3 * torch.randn(200, generator=generator)
+    ratio = (log_probs - old_log_probs).exp()
+    policy_loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    value_loss = (values - returns).square()
+    if clip_value_loss:
+        near = old_values + (values - old_values).clamp(-0.2, 0.2)
+        value_loss = torch.max(value_loss, (near - returns).square())
+    loss = policy_loss + 0.5 * 0.5 * value_loss + 0.01 * (log_policy.exp() * log_policy).sum(-1)
+    learner.zero_grad()
+    (loss @ weight).backward()
+    expected = learner.grad.clone()
+    learner.zero_grad()
+    now = Pass(model, observations, actions)
+    losses, slopes = ppo.losses(now, Samples(old_log_probs, old_values, advantages, returns))
+    assert 0.2 < float(losses.clipped.mean()) < 0.8
+    now.backward(weight * slopes.log_probs, 0.5 * weight * slopes.values, -0.01 * weight)
+    torch.testing.assert_close(learner.grad, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("training", [{}, {"normalize_advantage": False, "clip_value_loss": False}])

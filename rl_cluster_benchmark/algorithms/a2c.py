@@ -9,26 +9,26 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Samples
+from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 
 
-def a2c_losses(logits: Tensor, values: Tensor, samples: Samples) -> Losses:
-    log_policy = logits.log_softmax(-1)
-    log_probs = log_policy.gather(-1, samples.actions.unsqueeze(-1)).squeeze(-1)
-    log_ratio = (log_probs - samples.log_probs).detach()
-    return Losses(
-        policy=-log_probs * samples.advantages,
-        value=0.5 * (values - samples.returns).square(),
-        entropy=-(log_policy.exp() * log_policy).sum(-1),
+def a2c_losses(now: Pass, samples: Samples) -> tuple[Losses, Slopes]:
+    log_ratio = now.log_probs - samples.log_probs
+    error = now.values - samples.returns
+    losses = Losses(
+        policy=-now.log_probs * samples.advantages,
+        value=0.5 * error.square(),
+        entropy=now.entropy,
         approx_kl=log_ratio.exp() - 1 - log_ratio,  # rounding alone: the policy has not moved yet
-        clipped=torch.zeros_like(values),
+        clipped=torch.zeros_like(error),
     )
+    return losses, Slopes(-samples.advantages, error)
 
 
 class A2C:

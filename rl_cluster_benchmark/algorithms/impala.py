@@ -17,6 +17,7 @@ from rl_cluster_benchmark.algorithms.bad_numbers import mean_of, report
 from rl_cluster_benchmark.algorithms.learner import Learner
 from rl_cluster_benchmark.algorithms.on_policy import STATS, Losses, explained_variance, learning_rate
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import vtrace
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
@@ -66,8 +67,7 @@ class Unrolls:
 
 
 def impala_losses(
-    logits: Tensor,  # [T, B, A] of the policy that learns
-    values: Tensor,  # [T, B]
+    now: Pass,
     unrolls: Unrolls,
     last_values: Tensor,  # [B]
     last_targets: Tensor,  # [B]
@@ -76,15 +76,19 @@ def impala_losses(
     clip_rho: float,
     clip_c: float,
     clip_pg_rho: float,
-) -> tuple[Losses, Tensor]:
-    """(losses per sample, value targets), [T, B] each."""
-    log_policy = logits.log_softmax(-1)
-    log_probs = log_policy.gather(-1, unrolls.actions.unsqueeze(-1)).squeeze(-1)
-    log_rhos = (log_probs - unrolls.log_probs).detach()
+) -> tuple[Losses, Slopes, Tensor]:
+    """(losses per sample, their slopes, value targets), [T, B] each."""
+    shape = unrolls.actions.t().shape
+
+    def by_step(samples: Tensor) -> Tensor:
+        return samples.view(shape).t().cpu()
+
+    log_probs, values = by_step(now.log_probs), by_step(now.values)
+    log_rhos = log_probs - unrolls.log_probs
     targets, advantages = vtrace(
         log_rhos=log_rhos,
         rewards=unrolls.rewards,
-        values=values.detach(),
+        values=values,
         last_values=last_values,
         last_targets=last_targets,
         terminated=unrolls.terminated,
@@ -94,14 +98,20 @@ def impala_losses(
         clip_c=clip_c,
         clip_pg_rho=clip_pg_rho,
     )
+    rhos, errors = log_rhos.exp(), values - targets
     losses = Losses(
         policy=-log_probs * advantages,
-        value=0.5 * (values - targets).square(),
-        entropy=-(log_policy.exp() * log_policy).sum(-1),
-        approx_kl=log_rhos.exp() - 1 - log_rhos,  # how far the policy that learns is from the one that acted
-        clipped=(log_rhos.exp() > clip_rho).float(),
+        value=0.5 * errors.square(),
+        entropy=by_step(now.entropy),
+        approx_kl=rhos - 1 - log_rhos,  # how far the policy that learns is from the one that acted
+        clipped=(rhos > clip_rho).float(),
     )
-    return losses, targets
+    return losses, Slopes(-advantages, errors), targets
+
+
+def by_unroll(samples: Tensor) -> Tensor:
+    """[T, B] -> [B * T]"""
+    return samples.t().flatten()
 
 
 class Impala:
@@ -186,14 +196,11 @@ class Impala:
 
     def _accumulate(self, unrolls: Unrolls, last_values: Tensor, last_targets: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradient and the statistics of a part; returns its first values and targets, [B] each."""
-        shape = (len(unrolls), len(unrolls.actions))
         observations = unrolls.observations
         flat = observations[0] if len(unrolls) == 1 else torch.cat(list(observations))  # [B * T, ...]
-        logits, values = self.model(flat.to(self.device))
-        logits, values = logits.view(*shape, -1).transpose(0, 1), values.view(shape).t()  # [T, B, ...]
-        losses, targets = impala_losses(
-            logits.cpu(),
-            values.cpu(),
+        now = Pass(self.model, flat.to(self.device), by_unroll(unrolls.actions).to(self.device))
+        losses, slopes, targets = impala_losses(
+            now,
             unrolls,
             last_values.cpu(),
             last_targets.cpu(),
@@ -202,15 +209,16 @@ class Impala:
             clip_c=self.hyper.vtrace_clip_c_threshold,
             clip_pg_rho=self.hyper.vtrace_clip_pg_rho_threshold,
         )
-        weight = unrolls.valid.flatten().float()
-        per_sample = losses.policy + self.hyper.value_coef * losses.value - self.hyper.entropy_coef * losses.entropy
-        (per_sample.flatten() @ weight).backward()
-        with torch.no_grad():
-            values = values.detach().cpu()
-            errors = targets - values
-            seen = (*losses, torch.ones_like(targets), targets, targets.square(), errors, errors.square())
-            self.learner.stats += (torch.stack([x.flatten() for x in seen]) @ weight).to(self.device)
-        return values[0], targets[0]
+        weight = unrolls.valid.float()
+        now.backward(
+            log_probs=by_unroll(weight * slopes.log_probs).to(self.device),
+            values=by_unroll(self.hyper.value_coef * weight * slopes.values).to(self.device),
+            entropy=by_unroll(-self.hyper.entropy_coef * weight).to(self.device),
+        )
+        errors = slopes.values
+        seen = (*losses, torch.ones_like(targets), targets, targets.square(), errors, errors.square())
+        self.learner.stats += (torch.stack([x.flatten() for x in seen]) @ weight.flatten()).to(self.device)
+        return now.values.view(len(unrolls), -1)[:, 0].cpu(), targets[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.learner.state_dict(), "reward_normalizer": self.normalize_rewards.state_dict()}

@@ -20,6 +20,7 @@ from torch import Tensor
 from rl_cluster_benchmark.algorithms.bad_numbers import SKIPPED, report
 from rl_cluster_benchmark.algorithms.learner import Learner
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
@@ -65,7 +66,6 @@ class Moments(NamedTuple):
 class Samples(NamedTuple):
     """A cache-sized piece of a minibatch: what a loss needs besides the network's output, [B] each."""
 
-    actions: Tensor
     log_probs: Tensor
     values: Tensor
     advantages: Tensor
@@ -75,8 +75,7 @@ class Samples(NamedTuple):
 Rows = list[Tensor]
 """Of a minibatch: the rows of each worker that can see the batch."""
 
-LossFunction = Callable[[Tensor, Tensor, Samples], Losses]
-"""(logits [B, A], values [B], samples) -> losses."""
+LossFunction = Callable[[Pass, Samples], tuple[Losses, Slopes]]
 
 
 class OnPolicyLearner:
@@ -165,20 +164,20 @@ class OnPolicyLearner:
 
     def _accumulate(self, batch: Batch, rows: Tensor, moments: Moments, losses: LossFunction) -> None:
         """Add the gradient and the statistics of a piece of the minibatch; masked samples weigh nothing."""
-        logits, values = self.model(batch.observations[rows].to(self.device))
-        rows = rows.to(self.device)
+        observations, rows = batch.observations[rows].to(self.device), rows.to(self.device)
+        now = Pass(self.model, observations, batch.actions[rows])
         advantages = batch.advantages[rows]
         if self.hyper.normalize_advantage:
             advantages = (advantages - moments.advantage_mean) / (moments.advantage_std + 1e-8)
-        samples = Samples(
-            batch.actions[rows], batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows]
-        )
-        result = losses(logits, values, samples)
-        per_sample = result.policy + self.hyper.vf_coef * result.value - self.hyper.ent_coef * result.entropy
+        samples = Samples(batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows])
+        result, slopes = losses(now, samples)
         weight = batch.valid[rows] / moments.num_samples
-        (per_sample @ weight).backward()
-        with torch.no_grad():
-            self.learner.stats[:-1] += torch.stack(result) @ weight
+        now.backward(
+            log_probs=weight * slopes.log_probs,
+            values=self.hyper.vf_coef * weight * slopes.values,
+            entropy=-self.hyper.ent_coef * weight,
+        )
+        self.learner.stats[:-1] += torch.stack(result) @ weight
 
     def learning_rate(self, progress: float) -> float:
         return learning_rate(self.hyper, progress)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.bad_numbers import mean_of
 from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Rows, Samples
+from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.models import ActorCritic
@@ -18,29 +18,30 @@ from rl_cluster_benchmark.seeding import stream
 
 
 def ppo_losses(
-    logits: Tensor,  # [B, A] of the current policy
-    values: Tensor,  # [B] of the current value function
-    samples: Samples,
-    *,
-    clip_range: float,
-    clip_value_loss: bool,
-) -> Losses:
-    log_policy = logits.log_softmax(-1)
-    log_ratio = log_policy.gather(-1, samples.actions.unsqueeze(-1)).squeeze(-1) - samples.log_probs
+    now: Pass, samples: Samples, *, clip_range: float, clip_value_loss: bool
+) -> tuple[Losses, Slopes]:  # fmt: skip
+    """Where the clipped loss is the larger one, it is flat."""
+    log_ratio = now.log_probs - samples.log_probs
     ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - clip_range, 1 + clip_range)
-    policy_loss = torch.max(-samples.advantages * ratio, -samples.advantages * clipped_ratio)
-    value_loss = (values - samples.returns).square()
+    policy_loss = -samples.advantages * ratio  # its slope along log_probs is itself
+    clipped_loss = -samples.advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    error = now.values - samples.returns
+    value_loss, value_slope = error.square(), error
     if clip_value_loss:
-        clipped_values = samples.values + (values - samples.values).clamp(-clip_range, clip_range)
-        value_loss = torch.max(value_loss, (clipped_values - samples.returns).square())
-    return Losses(
-        policy=policy_loss,
+        change = now.values - samples.values
+        clipped_values = samples.values + change.clamp(-clip_range, clip_range)
+        clipped_value_loss = (clipped_values - samples.returns).square()
+        # Within the range the two differ by rounding alone.
+        is_flat = (clipped_value_loss > value_loss) & (change.abs() > clip_range)
+        value_loss, value_slope = torch.max(value_loss, clipped_value_loss), error.masked_fill(is_flat, 0.0)
+    losses = Losses(
+        policy=torch.max(policy_loss, clipped_loss),
         value=0.5 * value_loss,
-        entropy=-(log_policy.exp() * log_policy).sum(-1),
-        approx_kl=(ratio - 1 - log_ratio).detach(),
+        entropy=now.entropy,
+        approx_kl=ratio - 1 - log_ratio,
         clipped=((ratio - 1).abs() > clip_range).float(),
     )
+    return losses, Slopes(policy_loss.masked_fill(clipped_loss > policy_loss, 0.0), value_slope)
 
 
 class PPO:
@@ -56,10 +57,9 @@ class PPO:
         )
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
-    def losses(self, logits: Tensor, values: Tensor, samples: Samples) -> Losses:
-        return ppo_losses(
-            logits, values, samples, clip_range=self.hyper.clip_range, clip_value_loss=self.hyper.clip_value_loss
-        )
+    def losses(self, now: Pass, samples: Samples) -> tuple[Losses, Slopes]:
+        hyper = self.hyper
+        return ppo_losses(now, samples, clip_range=hyper.clip_range, clip_value_loss=hyper.clip_value_loss)
 
     def update(
         self, rollout: Rollout, *, index: int, progress: float, interrupted: Callable[[], bool]
