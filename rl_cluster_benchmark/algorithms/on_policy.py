@@ -164,7 +164,7 @@ class OnPolicyLearner:
 
     def _accumulate(self, batch: Batch, rows: Tensor, moments: Moments, losses: LossFunction) -> None:
         """Add the gradient and the statistics of a piece of the minibatch; masked samples weigh nothing."""
-        observations, rows = batch.observations[rows].to(self.device), rows.to(self.device)
+        observations, rows = batch.observations.index_select(0, rows).to(self.device), rows.to(self.device)
         now = Pass(self.model, observations, batch.actions[rows])
         advantages = batch.advantages[rows]
         if self.hyper.normalize_advantage:
