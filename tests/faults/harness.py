@@ -26,7 +26,7 @@ SIZES = (
 )  # fmt: skip
 WORKERS = ("--num-workers", 2, "--num-envs-per-worker", NUM_ENVS // 2)
 NODES = (
-    "--workers-per-node", 1, "--set", "cluster.timeout=45", "--set", "cluster.max_restarts=0",
+    "--workers-per-node", 1, "--set", "cluster.timeout=40", "--set", "cluster.max_restarts=0",
     "--set", "cluster.join_timeout=40", "--set", "parallel.num_envs_per_worker=null",
 )  # fmt: skip
 
@@ -162,9 +162,12 @@ class Faulty:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {seconds} s:\n{self.text}") from None
 
-    def leftovers(self, seconds: float = 10.0) -> list[str]:
+    def leftovers(self) -> list[str]:
         """What is still there of a run that has ended: processes, shared memory, temporary files."""
-        deadline = time.monotonic() + seconds
+        patience = (
+            60.0 if self.mode.mode == "distributed" else 10.0
+        )  # a node that is alone now notices in cluster.timeout
+        deadline = time.monotonic() + patience
         while True:
             found = [f"process {p.pid}: {_command(p)}" for p in self.everyone()]
             found += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shm_before - _in_use_in_shm()]
