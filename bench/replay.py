@@ -41,7 +41,7 @@ def main() -> None:
     for _ in range(draws):
         replay.sample(1, generator)
     drawing = (time.perf_counter() - start) / draws
-    cores = detect().usable_cores
+    cores = max(2, detect().usable_cores)
     learning = measure(config, cores, unrolls=8 * cores, seconds=SECONDS).learn * args.n_steps
     print(f"to keep an unroll {1e3 * keeping:.2f} ms, to draw one {1e3 * drawing:.2f} ms, to learn from it ", end="")
     print(f"{1e3 * learning:.0f} ms: replay adds {(keeping + drawing) / learning:.1%} at most")

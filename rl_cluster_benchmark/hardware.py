@@ -159,7 +159,7 @@ def plan(config: Config) -> Plan:
         machine,
         num_workers,
         threads,
-        _cores(config.parallel.pin, num_workers + num_learners, threads, machine),
+        places(config.parallel.pin, num_workers + num_learners, threads, machine),
         precision,
         reason,
         _engine(config, threads, precision),
@@ -209,7 +209,7 @@ def _balance(config: Config, num_workers: int) -> float:
     return config.parallel.balance if config.parallel.balance is not None else BALANCE * (config.env.game is not None)
 
 
-def _cores(pin: str, num_workers: int, threads: int, machine: Machine) -> tuple[int | None, ...]:
+def places(pin: str, num_workers: int, threads: int, machine: Machine) -> tuple[int | None, ...]:
     """A core for each worker. A run on some of the cores leaves the choice to the kernel: others may run beside it."""
     whole_machine = num_workers == machine.usable_cores == len(machine.physical_cores)
     fits = threads == 1 and num_workers <= len(machine.physical_cores)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 
 import processes
 import pytest
@@ -15,6 +16,7 @@ from conftest import ROOT, TINY, environment, read_metrics, rlcb, tiny_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.run import Run
 
 SUMMARY_KEYS = {
     "algorithm", "mode", "env", "seed", "num_envs", "num_workers", "duration_hours", "total_timesteps",
@@ -121,6 +123,20 @@ def test_the_output_of_a_run(tmp_path):
         assert text in done.stdout, text
     assert "Step: " in done.stdout, "plain lines when the output is not a terminal"
     assert done.stderr == ""
+
+
+def test_reports_out_of_order_are_not_taken_for_speed():
+    """A hundred steps every tenth of a second; ten reports are dated alike, because the first of them came last."""
+    run = object.__new__(Run)
+    run.steps, run._logs = 0, deque([(0.0, 0)])
+    rates = []
+    for update in range(1, 101):
+        run.steps += 100
+        rates.append(run._rate(0.1 * update if not 40 <= update < 50 else 4.9))
+    assert max(rates) < 1100, rates
+    assert rates[-1] == pytest.approx(1000)
+    run.steps += 100
+    assert run._rate(110.0) == pytest.approx(1.0), "a slow update counts by itself"
 
 
 def test_duration_ends_a_run(tmp_path):

@@ -224,16 +224,18 @@ def test_runs_that_are_compared_take_turns(tmp_path):
     """One of the two trains, the other is stopped; each has three turns, whose first update does not count."""
     changes = {"env.name": "Catch-v0", "env.num_envs": 4, "training.n_steps": 32, "hardware.num_threads": 1}
     config = config_files.load(None, MEASURED | changes)
-    at_once = set()
+    at_once = []
 
     def look():
         runs = [run for run in psutil.Process().children() if "train" in run.cmdline()]
-        at_once.add((len(runs), sum(run.status() != psutil.STATUS_STOPPED for run in runs)))
+        at_once.append((len(runs), sum(run.status() != psutil.STATUS_STOPPED for run in runs)))
         return False
 
     groups = [([config], [os.sched_getaffinity(0)], tmp_path / name) for name in ("a", "b")]
     (first,), (second,) = measure_in_turns(groups, seconds=3.0, interrupted=look)
-    assert at_once == {(1, 1), (2, 1)}
+    assert set(at_once) <= {(1, 1), (2, 1), (2, 2)}
+    assert at_once.count((2, 2)) <= 7, "the moment in which one is being stopped, at the start of a turn"
+    assert at_once.count((2, 1)) >= 12
     for rate in (first, second):
         assert len(rate.update_seconds) == rate.updates
         assert rate.seconds == pytest.approx(sum(rate.update_seconds))

@@ -64,7 +64,7 @@ def _measured(config: Config, cores: int) -> tuple[int, int]:
     fresh = 1 - config.impala.replay_fraction
     machines = config.cluster.num_workers if config.mode == "distributed" else 1
     unrolls = max(1, config.unrolls_per_step // machines)
-    costs = measure(config, cores, unrolls, SECONDS)
+    costs = measure(config, cores, unrolls, SECONDS, machines)
     actors, learners = split(costs, cores, unrolls, fresh)
     print(
         f"Split of {cores} cores: {actors} actors, {learners} learners (a step costs {1e3 * costs.act(actors):.2f} ms "
@@ -93,12 +93,13 @@ def _candidates(cores: int) -> range:
     return range(-(-cores // FEWEST_ACTORS), cores)
 
 
-def measure(config: Config, cores: int, unrolls: int, seconds: float) -> Costs:
+def measure(config: Config, cores: int, unrolls: int, seconds: float, machines: int = 1) -> Costs:
     """On all cores at once, with one thread each, as actors and learners have."""
     given = config.parallel.num_envs_per_worker
-    sizes = {actors: given or -(-config.env.num_envs // actors) for actors in _candidates(cores)}  # of each actor
-    plan = hardware.plan(config)
-    places = plan.cores if len(plan.cores) == cores else (None,) * cores
+    sizes = {  # of each actor
+        actors: given or -(-config.env.num_envs // (actors * machines)) for actors in _candidates(cores)
+    }
+    places = hardware.places(config.parallel.pin, cores, 1, hardware.detect())
     args = (config, sorted(set(sizes.values())), cores, unrolls, seconds)
     with WorkerPool(_measure, cores, args, places) as pool:
         found = [costs for _, costs in pool.messages(lambda: None)]

@@ -39,7 +39,7 @@ class Passes:
     def install(self) -> None:
         for place, function, name in IN_C:
             setattr(place, function, self._timed(name, getattr(place, function)))
-        ActorCritic.forward = self._counted_forward(ActorCritic.forward)  # type: ignore[method-assign]
+        ActorCritic.features = self._counted_forward(ActorCritic.features)  # type: ignore[method-assign]
         torch.Tensor.backward = self._counted_backward(torch.Tensor.backward)  # type: ignore[method-assign]
 
     def state(self) -> dict[str, dict[str, float]]:

@@ -34,6 +34,7 @@ from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.timing import PhaseClock
 
 SECONDS_BETWEEN_MEMORY_READINGS = 10.0
+SHORTEST_RATE = 1.0  # seconds that a speed is a mean over, at least
 FINAL_FPS_UPDATES = 10
 BAD_IN_A_ROW = 100  # updates that teach nothing, until a run that skips them ends
 
@@ -94,12 +95,13 @@ class Run:
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._last_checkpoint = self._started
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
-        self._last_log = self._recent[0]
+        self._logs: deque[tuple[float, int]] = deque([self._recent[0]])  # when, how many steps
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training, those before a resume included."""
-        return self._elapsed_before + (time.perf_counter() - self._started if self._started else 0.0)
+        """Seconds of training, those before a resume included; no less than a worker's clock has said."""
+        here = time.perf_counter() - self._started if self._started else 0.0
+        return max(self._elapsed_before + here, self.last_update_at)
 
     @property
     def cpu_seconds(self) -> float:
@@ -149,7 +151,7 @@ class Run:
         self.updates += 1
         self.steps += steps
         self.episodes.add(episodes)
-        self.last_update_at = max(self.last_update_at, self.elapsed if at is None else at)
+        self.last_update_at = self.elapsed if at is None else max(self.last_update_at, at)
         self._recent.append((self.last_update_at, self.steps))
         if time.perf_counter() - self._last_memory > SECONDS_BETWEEN_MEMORY_READINGS:
             self._read_memory()
@@ -194,9 +196,7 @@ class Run:
 
     def _log(self, losses: dict[str, float], asynchrony: dict[str, float]) -> None:
         now = self.last_update_at
-        since, steps_then = self._last_log
-        fps = (self.steps - steps_then) / max(1e-6, now - since)
-        self._last_log = now, self.steps
+        fps = self._rate(now)
         line: dict[str, float] = {"step": self.steps, "time": round(now, 3), "update": self.updates, "charts/SPS": fps}
         line["charts/learning_rate"] = losses["learning_rate"]
         line["charts/episodes"] = self.episodes.count
@@ -228,6 +228,14 @@ class Run:
             )
         )
 
+    def _rate(self, now: float) -> float:
+        """Steps per second since the last log, or over a second: reports of several workers do not come in order."""
+        while len(self._logs) > 1 and now - self._logs[1][0] >= SHORTEST_RATE:
+            self._logs.popleft()
+        since, steps_then = self._logs[0]
+        self._logs.append((now, self.steps))
+        return (self.steps - steps_then) / max(1e-9, now - since)
+
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
         self.may_write()
         progress = self.progress_state()
@@ -250,7 +258,7 @@ class Run:
         return {
             "steps": self.steps,
             "updates": self.updates,
-            "elapsed": max(self.elapsed, self.last_update_at),
+            "elapsed": self.elapsed,
             "cpu_seconds": self.cpu_seconds,
             "phase_seconds": dict(self.clock.seconds),
             "peak_memory": self.peak_memory,

@@ -22,7 +22,6 @@ MEASURED: dict[str, object] = {
     "training.duration_hours": None,
     "training.target_kl": None,
     "training.log_interval": 1,
-    "training.watchdog": 1e6,  # it may be stopped while others are measured
     "training.save_interval": 10**9,
     "logging.checkpoint_minutes": 1e9,
     "logging.tensorboard": False,

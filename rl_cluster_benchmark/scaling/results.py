@@ -20,7 +20,7 @@ FILES = ("scaling.json", "scaling.csv", "scaling.png")
 
 @dataclass(frozen=True)
 class Round:
-    """Both runs of a case, one right after the other."""
+    """Both ways of a case, measured in turns."""
 
     together: Rate
     independents: list[Rate]

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from rl_cluster_benchmark.execution.workers import die_with_parent
 from rl_cluster_benchmark.run.directory import RunDirectory
 
 TURNS = 3  # that the measured time is cut into, when several groups of runs share it
+WITHOUT_WATCHDOG = 1e6  # seconds: a run that is stopped makes no progress
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_WITHOUT_PROGRESS = 1800.0
 SECONDS_TO_STOP = 300.0
@@ -71,7 +72,8 @@ def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Ca
         for configs, cores, folder in groups:
             started.append(runs := [])
             for number, (config, own_cores) in enumerate(zip(configs, cores, strict=True)):
-                runs.append(TrainingProcess(config, own_cores, folder / str(number)))
+                may_pause = {} if alone else {"training.watchdog": WITHOUT_WATCHDOG}
+                runs.append(TrainingProcess(config, own_cores, folder / str(number), may_pause))
             if not alone:
                 _turn(runs, 0.0, interrupted)
                 _stop(runs)
@@ -81,7 +83,8 @@ def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Ca
             for group in order:
                 runs = started[group]
                 _go_on(runs)
-                taken[group] += _turn(runs, seconds if alone else seconds / TURNS, interrupted)
+                share = seconds if alone else seconds / TURNS
+                taken[group] += _turn(runs, share, interrupted, after_a_pause=not alone)
                 if not alone:
                     _stop(runs)
             order.reverse()  # a drift of the machine favours none
@@ -100,7 +103,7 @@ def _stop(runs: Sequence[TrainingProcess]) -> None:
     for run in runs:
         run.signal(signal.SIGSTOP)
     for run in runs:
-        run.read()  # what comes later was made after it went on
+        run.read()
 
 
 def _go_on(runs: Sequence[TrainingProcess]) -> None:
@@ -108,11 +111,15 @@ def _go_on(runs: Sequence[TrainingProcess]) -> None:
         run.signal(signal.SIGCONT)
 
 
-def _turn(runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable[[], bool]) -> float:
+def _turn(
+    runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable[[], bool], *, after_a_pause: bool = False
+) -> float:
     """Measure every run for so long, and for an update at least; returns how long it was.
 
-    KeyboardInterrupt when somebody asks to end.
+    The first update is not counted, nor is the second after a pause: the first may have been made before it, and told
+    after it. KeyboardInterrupt when somebody asks to end.
     """
+    skipped = 1 + after_a_pause
     before = [len(run.lines) for run in runs]
     first: list[int] = []  # the line of each from which time counts, once all have made an update
     began = last_progress = time.monotonic()
@@ -127,7 +134,7 @@ def _turn(runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable
         if any(new_updates):
             last_progress = now
         if not first:
-            if all(len(run.lines) > count for run, count in zip(runs, before, strict=True)):
+            if all(len(run.lines) >= count + skipped for run, count in zip(runs, before, strict=True)):
                 began, first = now, [len(run.lines) - 1 for run in runs]
                 if not seconds:
                     return 0.0
@@ -145,9 +152,12 @@ def _turn(runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable
 class TrainingProcess:
     """`rlcb train` in a process of its own, which dies with this one."""
 
-    def __init__(self, config: Config, cores: Collection[int], folder: Path) -> None:
+    def __init__(
+        self, config: Config, cores: Collection[int], folder: Path, changes: Mapping[str, object] | None = None
+    ) -> None:
         folder.mkdir(parents=True)
-        config = config_files.build(config_files.to_dict(config), {"output_dir": str(folder / "run")}, source="scaling")
+        changes = {"output_dir": str(folder / "run"), **(changes or {})}
+        config = config_files.build(config_files.to_dict(config), changes, source="scaling")
         self.directory = RunDirectory.of(config)
         self.lines: list[dict[str, float]] = []
         self.windows: list[tuple[int, int]] = []  # the lines from and to which time counts
