@@ -342,6 +342,47 @@ def test_start_and_stop_leave_nothing_behind(work, cycles, tmp_path):
     assert done.stdout.strip() == "clean", done.stderr
 
 
+LISTENER = """
+import sys, time
+import work
+from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.execution.workers import WorkerPool
+if __name__ == '__main__':
+    heard = []
+    try:
+        with WorkerPool(work.work, 2, (sys.argv[1],), (None, None)) as pool:
+            for rank, message in pool.messages(lambda: time.sleep(0.05)):
+                heard.append(message)
+    except TrainingFailedError as error:
+        print(error, heard == list(range(200)))
+"""
+FAILING_WORK = """
+import pathlib, time
+from rl_cluster_benchmark.errors import TrainingFailedError
+def work(rank, connection, told):
+    if rank == 0:
+        for number in range(200):
+            connection.send(('message', number))
+        pathlib.Path(told).touch()
+        time.sleep(60)
+    while not pathlib.Path(told).exists():
+        time.sleep(0.01)
+    raise TrainingFailedError('NaN')
+"""
+
+
+def test_a_failure_does_not_drown_what_was_said_before(tmp_path):
+    """The parent is slow, and one worker fails when another has said much: a checkpoint may be in it."""
+    (tmp_path / "work.py").write_text(FAILING_WORK)
+    (tmp_path / "listener.py").write_text(LISTENER)
+    env = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "listener.py", tmp_path / "told"],
+        env=env, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "NaN True", done.stderr
+
+
 def test_shared_memory_has_no_name():
     before = sorted(os.listdir("/dev/shm"))
     shared = SharedTensors({"a": ((3, 5), torch.float32), "b": ((2,), torch.int64)})

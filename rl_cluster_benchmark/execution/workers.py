@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, util
@@ -32,6 +33,7 @@ PR_SET_PDEATHSIG = 1
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_DIE = 10.0
+SECONDS_TO_LISTEN = 5.0  # to workers who do not know yet that the run ends
 LONGEST_FOLDER = 70  # characters; a socket's name has 107
 
 
@@ -124,23 +126,40 @@ class WorkerPool:
                     kind, content = self.connections[rank].recv()
                 except (EOFError, OSError):  # at the end of a message, or in the middle of one
                     kind, content = "died", self._how_it_ended(rank)
-                if kind == "finished":
-                    self._finished.add(rank)
-                elif kind == "wrong input":
-                    raise UserError(content)
-                elif kind == "failed":
-                    raise TrainingFailedError(content)
-                elif kind == "crashed":
-                    self._lost(rank, f"crashed:\n{content}")
-                elif kind == "died":
-                    self._lost(rank, content)
-                else:
+                if kind == "message":
                     yield rank, content
+                    continue
+                try:
+                    self._note(rank, kind, content)
+                except TrainingFailedError:
+                    yield from self._said_before()
+                    raise
             look()
             beat()
             for rank in self._watchdog.hung(self._pulses, but=self._finished):
                 pid = self.processes[rank].pid or 0
                 self._lost(rank, self._watchdog.sentence(self._pulses[rank].stack_of(pid)))
+
+    def _note(self, rank: int, kind: str, content: str) -> None:
+        """A worker has come to an end."""
+        if kind == "finished":
+            self._finished.add(rank)
+        elif kind == "wrong input":
+            raise UserError(content)
+        elif kind == "failed":
+            raise TrainingFailedError(content)
+        else:
+            self._lost(rank, f"crashed:\n{content}" if kind == "crashed" else content)
+
+    def _said_before(self) -> Iterator[tuple[int, Any]]:
+        """Before the run ends with an error: what workers have said and nobody has heard, a checkpoint maybe."""
+        deadline = time.monotonic() + SECONDS_TO_LISTEN
+        for rank, connection in enumerate(self.connections):
+            with contextlib.suppress(EOFError, OSError):
+                while connection.poll() and time.monotonic() < deadline:
+                    kind, content = connection.recv()
+                    if kind == "message":
+                        yield rank, content
 
     def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
