@@ -2,9 +2,10 @@
 
     python bench/soak.py --minutes 60 --output-dir runs/soak [-- --algorithm impala --env coinrun ...]
 
-Memory (proportional set size), file descriptors, threads, processes and /dev/shm: over what comes after the warm-up, a
-straight line is fitted to each, and what it gains until the end is compared with what is allowed. The speed of the last
-tenth must be within 3% of that of the first tenth after the warm-up. Ends with status 1 if one of these fails.
+Memory (proportional set size without files), file descriptors, threads, processes and /dev/shm: over what comes after
+the warm-up, a straight line is fitted to each, and what it gains until the end is compared with what is allowed. The
+speed of the last tenth must be within 3% of that of the first tenth after the warm-up. Ends with status 1 if one of
+these fails.
 """
 
 from __future__ import annotations
@@ -36,12 +37,22 @@ def sample(parent: psutil.Process) -> dict[str, float]:
     found = {"memory_mb": 0.0, "descriptors": 0.0, "threads": 0.0, "processes": 0.0}
     for process in (parent, *parent.children(recursive=True)):
         with contextlib.suppress(psutil.Error), process.oneshot():
-            found["memory_mb"] += process.memory_full_info().pss / 1e6
+            found["memory_mb"] += own_memory(process.pid) / 1e6
             found["descriptors"] += process.num_fds()
             found["threads"] += process.num_threads()
             found["processes"] += 1
     shm = os.statvfs("/dev/shm")
     return found | {"shm_mb": (shm.f_blocks - shm.f_bfree) * shm.f_frsize / 1e6}
+
+
+def own_memory(pid: int) -> int:
+    """Its part of the memory that the run's processes share, and what is its alone; not the libraries, whose pages it
+    shares with whatever else runs on this machine: that part changes when others come and go.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+        sizes = dict(line.split()[:2] for line in file if line.startswith("Pss_"))
+        return 1024 * (int(sizes["Pss_Anon:"]) + int(sizes["Pss_Shmem:"]))
+    return 0
 
 
 def train(output: Path, minutes: float, more: list[str]) -> list[dict[str, float]]:
