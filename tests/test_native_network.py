@@ -1,6 +1,7 @@
 """The networks in C against the same computation in torch, rounded to bfloat16 in the same places."""
 
 import ctypes
+import itertools
 import math
 import subprocess
 
@@ -154,6 +155,44 @@ def test_gradients_add_up_over_passes_and_follow_new_weights(architecture):
     assert not torch.allclose(model.native_trunk(observations), before)
 
 
+def product_of_rows(trunk, passes, columns):
+    """The hidden layer's gradient, from rows that passes leave, some columns at a time."""
+    width, features = trunk.hidden_weights.shape
+    count = sum(map(len, passes))
+    padded = -(-count // 32) * 32
+    rows = network.Rows(*(torch.full((padded, n), math.nan, dtype=torch.bfloat16) for n in (features, width)))
+    start = 0
+    for observations in passes:
+        trunk.rows = network.Rows(*(part[start : start + len(observations)] for part in rows))
+        trunk(observations).square().sum().backward()
+        start += len(observations)
+    for part in rows:
+        part[count:] = 0
+    product = torch.full((width, features), math.nan)
+    for first, last in itertools.pairwise((0, *columns, features)):
+        trunk.multiply(rows, count, range(first, last), product)
+    trunk.rows = None
+    return product
+
+
+@needs_native
+@both
+@pytest.mark.parametrize("sizes", [(1,), (5, 2, 16, 14), (64,)])
+def test_the_hidden_layers_gradient_can_be_made_from_rows(architecture, sizes):
+    model = build_model(architecture)
+    parameters_of(model)
+    passes = images(sum(sizes)).split(list(sizes))
+    for observations in passes:
+        model.native_trunk(observations).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.trunk.parameters()]
+    model.zero_grad(set_to_none=False)
+    product = product_of_rows(model.native_trunk, passes, columns=(16, 112, 192))
+    gradients = [parameter.grad for parameter in model.trunk.parameters()]
+    assert relative_error(product, expected[-2]) < 1e-5
+    assert not gradients[-2].any(), "left out of the passes"
+    assert all(torch.equal(gradients[i], expected[i]) for i in range(len(expected)) if i != len(expected) - 2)
+
+
 @needs_native
 @pytest.mark.parametrize("for_training", [True, False])
 def test_a_forward_pass_in_between_is_noticed(for_training):
@@ -207,5 +246,6 @@ def test_the_code_for_amx_agrees_with_torch_too(tmp_path, architecture):
         model.zero_grad()
         out = trunk(observations)
         out.sum().backward()
-        results.append([out, *(parameter.grad for parameter in parameters)])
+        product = product_of_rows(trunk, [observations], columns=(48, 64))
+        results.append([out, product, *(parameter.grad for parameter in parameters)])
     assert all(relative_error(ours, theirs) < 0.02 for ours, theirs in zip(*results, strict=True))

@@ -17,7 +17,7 @@ from conftest import ROOT, environment, rlcb
 from processes import workers_of
 
 from rl_cluster_benchmark.execution.shared import SharedTensors
-from rl_cluster_benchmark.kernels import pooling
+from rl_cluster_benchmark.kernels import network, pooling
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -148,6 +148,28 @@ def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
         assert scale == pytest.approx(reference["algorithm"]["reward_normalizer"]), name
         episodes = state["progress"]["episodes"]
         assert episodes["count"] == reference["progress"]["episodes"]["count"], "the episodes of all workers count"
+
+
+@pytest.mark.skipif(not network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
+@pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
+def test_the_network_in_c_has_the_same_gradient_in_any_number_of_workers(algorithm, tmp_path):
+    """Where work is shared, the hidden layer's part of it is made in the reduction; else, in every pass."""
+    moments = []
+    for workers in (1, 3):
+        done = rlcb(
+            "train", "--algorithm", algorithm, "--mode", "parallel", "--env", "coinrun", "--num-workers", workers,
+            "--num-envs", 6, "--batch-size", 144, "--total-timesteps", 1, "--set", "training.n_steps=24",
+            "--set", "training.n_epochs=1", "--set", "training.optimizer=rmsprop", "--set", "hardware.engine=native",
+            "--set", "parallel.balance=0.5", "--set", "parallel.pin=never", "--output-dir", tmp_path / str(workers),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        state = checkpoint.load(tmp_path / str(workers) / "checkpoints" / f"{algorithm}_parallel_final.pt")
+        assert state["progress"]["updates"] == 1
+        (squares,) = state["algorithm"]["optimizer"]["moments"].values()  # of the gradient, after one step
+        moments.append(squares)
+    for name, expected in moments[0].items():
+        assert expected.any()
+        torch.testing.assert_close(moments[1][name].sqrt(), expected.sqrt(), rtol=1e-2, atol=1e-6, msg=name)
 
 
 def test_shared_work_gives_the_same_numbers_whoever_does_it(start, tmp_path):

@@ -40,6 +40,11 @@ class Learner:
         move_parameters(model, self.flat)
         self._vectors = [self._summed, *(sharing.vectors(size + num_stats) if sharing else ())]
         self._views = [list(views(model, vector[:size]).values()) for vector in self._vectors]
+        self.hidden = sharing.hidden if sharing and model.native_trunk else None
+        self._left_out = slice(0, 0)  # of the gradient: passes do not write there
+        if self.hidden is not None and model.native_trunk is not None:
+            self._left_out = place_of(model, model.native_trunk.hidden_weights)
+            self.hidden.connect(model.native_trunk, self._left_out)
         self.write_to(0)
         self.optimizer = optimizer(self.flat, self.grad)
 
@@ -57,7 +62,8 @@ class Learner:
 
     def zero_grad(self) -> None:
         """Never through the model: that would unlink its gradients from the flat vector."""
-        self._current.zero_()
+        self._current[: self._left_out.start].zero_()
+        self._current[self._left_out.stop :].zero_()
 
     def sum_over_workers(self) -> None:
         self.reduce(self._summed)
@@ -115,6 +121,16 @@ def views(model: ActorCritic, flat: Tensor) -> dict[str, Tensor]:
         else:
             found[name] = part.view(parameter.shape)
     return found
+
+
+def place_of(model: ActorCritic, parameter: Tensor) -> slice:
+    """In a flat vector."""
+    start = 0
+    for each in model.parameters():
+        if each is parameter:
+            return slice(start, start + each.numel())
+        start += each.numel()
+    raise ValueError("not a parameter of the model")
 
 
 def is_finite(*values: float) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,23 +148,30 @@ class OnPolicyLearner:
         if sharing is not None:
             rows, shared = set_apart(rows, sharing.fraction, learner.max_pieces)
             sharing.offer(len(shared))
+        *places, num_samples = accumulate(map(len, (*rows, *shared)), initial=0)
+        if learner.hidden is not None:
+            learner.hidden.begin(num_samples)
         learner.zero_grad()
+        place = places[self.rank]
         for piece in rows[self.rank].split(self.micro_batch):
-            self._accumulate(batch, piece, moments, losses)
+            self._accumulate(batch, piece, place, moments, losses)
+            place += len(piece)
         learner.stats[-1] = float(interrupted)
         if sharing is not None and shared:
             for number in sharing.take():
                 learner.write_to(1 + number)
                 learner.zero_grad()
-                self._accumulate(batch, shared[number], moments, losses)
+                self._accumulate(batch, shared[number], places[len(rows) + number], moments, losses)
             learner.write_to(0)
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
         grad_norm = learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
-    def _accumulate(self, batch: Batch, rows: Tensor, moments: Moments, losses: LossFunction) -> None:
+    def _accumulate(self, batch: Batch, rows: Tensor, place: int, moments: Moments, losses: LossFunction) -> None:
         """Add the gradient and the statistics of a piece of the minibatch; masked samples weigh nothing."""
+        if self.learner.hidden is not None:
+            self.learner.hidden.place(place, len(rows))
         observations, rows = batch.observations.index_select(0, rows).to(self.device), rows.to(self.device)
         now = Pass(self.model, observations, batch.actions[rows])
         advantages = batch.advantages[rows]

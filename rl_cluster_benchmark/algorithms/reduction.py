@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.algorithms.on_policy import Batch
+    from rl_cluster_benchmark.kernels.network import NativeTrunk
 
 
 class Reducer(Protocol):
@@ -32,6 +33,22 @@ class Alone:
         return torch.zeros(size)
 
 
+class HiddenGradient(Protocol):
+    """That of the hidden layer's weights, made once for a minibatch, from a row that passes leave for each sample."""
+
+    def connect(self, trunk: NativeTrunk, part: slice) -> None:
+        """The network, and where in the vector of its gradient these weights are."""
+        ...
+
+    def begin(self, num_samples: int) -> None:
+        """A minibatch. The next sum of the gradient is that of its rows."""
+        ...
+
+    def place(self, start: int, count: int) -> None:
+        """Of the samples of the next pass in the minibatch."""
+        ...
+
+
 class Sharing(Protocol):
     """Workers that can read each other's experience, so that any of them can compute on it."""
 
@@ -39,6 +56,9 @@ class Sharing(Protocol):
     env_ids: Sequence[int]  # of all their environments, in the order of the batch's columns
     owners: Sequence[int]  # the worker that each of these belongs to
     fraction: float  # of a minibatch, that goes to whoever is free
+
+    @property
+    def hidden(self) -> HiddenGradient | None: ...
 
     def batch(self, weights: Tensor, advantages: Tensor, returns: Tensor) -> Batch:
         """Everyone's samples, these of one's own included."""

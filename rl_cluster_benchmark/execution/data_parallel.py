@@ -51,7 +51,7 @@ def train(run: Run) -> None:
     task = Task.of(config)
     work = None
     if plan.balance > 0 and not use_gloo:
-        work = SharedWork(task, shards, config.training.n_steps, plan.balance)
+        work = SharedWork(task, shards, config, plan)
     spares = num_pieces(num_workers) if work else 0
     means = SharedMemoryReducer.allocate(num_workers, *sums(config, task), spares) if store is None else store.port
     args = (config, plan, shards, shared, means, work, run.resumed_path, run.progress_state())

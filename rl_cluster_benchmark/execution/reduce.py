@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -49,6 +50,7 @@ class SharedMemoryReducer:
         self.num_workers = len(self._arrivals)
         self._meetings = 0
         self.used_spares = 0
+        self.hidden: HiddenGradient | None = None  # a part of the vector that is made, not summed
 
     def spare_vectors(self, size: int) -> list[Tensor]:
         return list(self._memory["vectors"][self.num_workers :, :size])
@@ -68,9 +70,13 @@ class SharedMemoryReducer:
             if mine.data_ptr() != tensor.data_ptr():
                 mine.copy_(tensor.reshape(-1))
             self._meet()
-            start, end = (size * i // self.num_workers for i in (self.rank, self.rank + 1))
             count = self.num_workers + (self.used_spares if kind == "vector" else 0)
-            torch.sum(parts[:count, start:end], dim=0, out=total[start:end])
+            made = self.hidden if kind == "vector" and self.hidden and self.hidden.is_due else None
+            for first, last in [(0, made.part.start), (made.part.stop, size)] if made else [(0, size)]:
+                start, end = (first + (last - first) * i // self.num_workers for i in (self.rank, self.rank + 1))
+                torch.sum(parts[:count, start:end], dim=0, out=total[start:end])
+            if made:
+                made.write(total)
             self._meet()
             if beyond is not None:
                 if self.rank == 0:

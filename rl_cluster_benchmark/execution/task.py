@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import PROCGEN, Spaces, make_env
@@ -18,17 +19,20 @@ class Task:
     observation_dtype: torch.dtype
     num_actions: int
     num_parameters: int
+    hidden_shape: tuple[int, int] | None  # [outputs, inputs] of the layer behind the convolutions, if there is one
 
     @classmethod
     def of(cls, config: Config) -> Task:
         """By building one network, and one environment unless its shapes are known: Procgen loads its images first."""
         env: Spaces = PROCGEN if config.env.game is not None else make_env(config.env, [0], num_threads=1)
         model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
+        hidden = getattr(model.trunk, "hidden", None)
         return cls(
             env.observation_shape,
             torch.from_numpy(np.empty(0, env.observation_dtype)).dtype,
             env.num_actions,
             sum(parameter.numel() for parameter in model.parameters()),
+            (hidden.out_features, hidden.in_features) if isinstance(hidden, nn.Linear) else None,
         )
 
 

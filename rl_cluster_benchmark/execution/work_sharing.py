@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.on_policy import Batch
+from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.execution import hidden_gradient
+from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task
+from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.rollout import Rollout
 
 PIECES_PER_WORKER, FEWEST_PIECES = 3, 24
@@ -71,8 +75,9 @@ class Tickets:
 class SharedWork:
     """What the parent makes and hands to all workers: everyone's experience, and the tickets."""
 
-    def __init__(self, task: Task, shards: Sequence[Sequence[int]], n_steps: int, fraction: float) -> None:
-        self.shards, self.fraction, self.tickets = shards, fraction, Tickets()
+    def __init__(self, task: Task, shards: Sequence[Sequence[int]], config: Config, plan: Plan) -> None:
+        self.shards, self.fraction, self.tickets = shards, plan.balance, Tickets()
+        n_steps = config.training.n_steps
         num_envs = sum(map(len, shards))
         steps = (n_steps, num_envs)
         self.experience = SharedTensors(
@@ -84,6 +89,11 @@ class SharedWork:
                 **dict.fromkeys(TARGETS, (steps, torch.float32)),
             }
         )
+        self.hidden: SharedTensors | None = None
+        if plan.engine == "native" and task.hidden_shape is not None:
+            whole = n_steps * num_envs
+            largest = min(config.batch_size, whole) if config.algorithm == "ppo" else whole
+            self.hidden = hidden_gradient.allocate(task.hidden_shape, largest)
 
 
 class WorkSharing:
@@ -96,6 +106,9 @@ class WorkSharing:
         self._experience, self._tickets, self._reduce = work.experience, work.tickets, reduce
         first = self.owners.index(rank)
         self._own = slice(first, first + len(work.shards[rank]))
+        self.hidden: HiddenGradient | None = None
+        if work.hidden is not None:
+            self.hidden = reduce.hidden = HiddenGradient(work.hidden, rank, reduce.num_workers)
 
     def rollout(self) -> Rollout:
         """To be filled: this worker's part of everyone's experience."""

@@ -13,11 +13,25 @@ typedef struct {
     float *bias;
     bf16 *inputs, *grad_inputs;   /* [samples][features] */
     bf16 *grad;                   /* of the output, its transpose, and room for 16 features of all samples */
+    bf16 *room;                   /* of dense_products */
+    long room_size;
 } Dense;
 
-INLINE int smaller(int a, int b) { return a < b ? a : b; }
+/* Where a backward pass leaves a row for each sample, if anywhere, instead of adding to the gradient of the layer's weights. */
+typedef struct {
+    bf16 *inputs, *slopes; /* [samples][features], [samples][width] */
+} Rows;
 
 INLINE long round_up(long value, long unit) { return (value + unit - 1) / unit * unit; }
+
+static void *allocate(long bytes) {
+    const long size = round_up(bytes + 2 * SLACK * (long)sizeof(bf16), 4096);
+    void *memory = aligned_alloc(4096, size);
+    if (memory) memset(memory, 0, size);
+    return memory;
+}
+
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 INLINE __m512 relu(__m512 values) { return _mm512_max_ps(_mm512_setzero_ps(), values); /* NaN stays */ }
 
@@ -141,23 +155,33 @@ static void mask_gradient(const Dense *dense, const float *out, const float *gra
     }
 }
 
+/* 16 features of all samples -> packed pairs of samples. */
+static void pair_samples(const bf16 *inputs, int features, long samples, bf16 *out) {
+    for (long b = 0; b < samples; b += 2, inputs += 2L * features) {
+        const __m512i pair = interleave(_mm256_loadu_si256((const __m256i *)inputs),
+                                        _mm256_loadu_si256((const __m256i *)(inputs + features)));
+        _mm512_storeu_si512(out + b / 2 * PACKED_PAIR, pair);
+    }
+}
+
 /* From d loss / d out to the layer's gradients and d loss / d inputs, where those are positive. */
-static void dense_backward(const Dense *dense, const float *out, const float *grad_out, int batch, Gradient gradient) {
+static void dense_backward(const Dense *dense, const float *out, const float *grad_out, int batch, Gradient gradient, Rows rows_out) {
     const int features = dense->features, width = dense->width, padded = (int)round_up(batch, 32);
     bf16 *transposed = dense->grad + (long)padded * width, *paired = transposed + (long)padded * width;
     mask_gradient(dense, out, grad_out, batch, transposed, gradient.bias);
     memset(dense->inputs + (long)batch * features, 0, sizeof(bf16) * (padded - batch) * features);
+    if (rows_out.inputs) {
+        memcpy(rows_out.inputs, dense->inputs, sizeof(bf16) * batch * features);
+        memcpy(rows_out.slopes, dense->grad, sizeof(bf16) * batch * width);
+    }
     float sums[16][LANES] __attribute__((aligned(64)));
     for (int f = 0; f < features; f += LANES) {
-        for (int b = 0; b < padded; b += 2) {
-            const bf16 *from = dense->inputs + (long)b * features + f;
-            const __m512i pair = interleave(_mm256_loadu_si256((const __m256i *)from),
-                                            _mm256_loadu_si256((const __m256i *)(from + features)));
-            _mm512_storeu_si512(paired + b / 2 * PACKED_PAIR, pair);
+        if (!rows_out.inputs) {
+            pair_samples(dense->inputs + f, features, padded, paired);
+            for (int c = 0; c < width; c += LANES)
+                add_products(1, transposed + (long)c * padded, padded, paired, 0, padded / 2,
+                             gradient.weights + (long)c * features + f, features, 0);
         }
-        for (int c = 0; c < width; c += LANES)
-            add_products(1, transposed + (long)c * padded, padded, paired, 0, padded / 2,
-                         gradient.weights + (long)c * features + f, features, 0);
         for (int b = 0; b < batch; b += 16) {
             const int rows = smaller(16, batch - b);
             multiply_rows(dense->grad + (long)b * width, width, rows,
@@ -168,6 +192,37 @@ static void dense_backward(const Dense *dense, const float *out, const float *gr
             }
         }
     }
+}
+
+/* weights[width][features], columns `first` to `last`, multiples of 16: slopes^T x inputs, the gradient of the layer's
+ * weights. Behind the rows of the samples are zeros, up to a multiple of 32. 0 if there is no memory. */
+static int dense_products(Dense *dense, Rows rows, int samples, int first, int last, float *weights) {
+    const int features = dense->features, width = dense->width;
+    const long padded = round_up(samples, 32), stride = padded + 32; /* rows of a tile must not share a set of the cache */
+    const long size = width * stride + 3 * LANES * padded;
+    if (size > dense->room_size) {
+        free(dense->room);
+        dense->room = allocate(sizeof(bf16) * size);
+        dense->room_size = dense->room ? size : 0;
+    }
+    if (!dense->room) return 0;
+    bf16 *transposed = dense->room, *paired = transposed + width * stride;
+    __m512 unused = _mm512_setzero_ps();
+    for (int c = 0; c < width; c += LANES)
+        for (long b = 0; b < padded; b += 32)
+            transpose_block(32, rows.slopes + b * width + c, width, transposed + c * stride + b, stride, &unused);
+    for (int f = first, count; f < last; f += count * LANES) {
+        count = last - f >= 3 * LANES ? 3 : 1;
+        for (int i = 0; i < count; i++)
+            pair_samples(rows.inputs + f + i * LANES, features, padded, paired + i * LANES * padded);
+        for (int c = 0; c < width; c += LANES) {
+            float *to = weights + (long)c * features + f;
+            for (int r = 0; r < LANES; r++) memset(to + (long)r * features, 0, sizeof(float) * count * LANES);
+            if (count == 3) add_products(3, transposed + c * stride, stride, paired, LANES * padded, padded / 2, to, features, LANES);
+            else add_products(1, transposed + c * stride, stride, paired, 0, padded / 2, to, features, 0);
+        }
+    }
+    return 1;
 }
 
 /* 16 rows of floats, `count` long -> packed pairs along the row. */
@@ -198,13 +253,6 @@ static void dense_pack(const Dense *dense, const float *weights, const float *bi
         }
 }
 
-static void *allocate(long bytes) {
-    const long size = round_up(bytes + 2 * SLACK * (long)sizeof(bf16), 4096);
-    void *memory = aligned_alloc(4096, size);
-    if (memory) memset(memory, 0, size);
-    return memory;
-}
-
 /* 0 if the width is not one that this code computes, or there is no memory. */
 static int dense_create(Dense *dense, int features, int width) {
     if (width % 32 || width < 32) return 0;
@@ -225,6 +273,7 @@ static int dense_reserve(Dense *dense, long samples) {
 }
 
 static void dense_destroy(Dense *dense) {
-    void *buffers[] = {dense->forward, dense->backward, dense->bias, dense->inputs, dense->grad_inputs, dense->grad};
+    void *buffers[] = {dense->forward, dense->backward, dense->bias, dense->inputs, dense->grad_inputs, dense->grad,
+                       dense->room};
     for (unsigned i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
 }

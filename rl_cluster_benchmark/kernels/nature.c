@@ -441,14 +441,15 @@ int nature_forward(Nature *net, const uint8_t *observations, int batch, int save
     return 1;
 }
 
-/* Add the gradients of the batch that was last saved. `out` is what nature_forward gave. */
+/* Add the gradients of the batch that was last saved. `out` is what nature_forward gave. With rows, those of the hidden
+ * layer's weights are left out: nature_products makes them of the rows of many passes. */
 int nature_backward(Nature *net, const uint8_t *observations, int batch, const float *out, const float *grad_out,
-                    float *const *weights, float *const *biases) {
+                    float *const *weights, float *const *biases, bf16 *row_inputs, bf16 *row_slopes) {
     Gradient gradients[4];
     for (int i = 0; i < 4; i++) gradients[i] = (Gradient){weights[i], biases[i]};
     memset(net->first_gradient, 0, sizeof(float) * OUT1 * PATCH1);
     tiles_begin();
-    dense_backward(&net->hidden, out, grad_out, batch, gradients[3]);
+    dense_backward(&net->hidden, out, grad_out, batch, gradients[3], (Rows){row_inputs, row_slopes});
     memset(net->hidden.grad_inputs + (long)batch * FEATURES, 0, sizeof(bf16) * (batch % 2) * FEATURES); /* a tile has two samples */
     for (int s = 0; s < batch; s += GROUP)
         return_group(net, observations + s * 64L * LINE, smaller(GROUP, batch - s), net->first + (long)s * SIZE1 * OUT1,
@@ -456,5 +457,13 @@ int nature_backward(Nature *net, const uint8_t *observations, int batch, const f
     tiles_end();
     add_first_gradient(net->first_gradient, weights[0]);
     return 1;
+}
+
+/* The gradient of the hidden layer's weights, some columns of it, from rows that nature_backward left. */
+int nature_products(Nature *net, bf16 *inputs, bf16 *slopes, int samples, int first, int last, float *weights) {
+    tiles_begin();
+    const int done = dense_products(&net->hidden, (Rows){inputs, slopes}, samples, first, last, weights);
+    tiles_end();
+    return done;
 }
 #endif

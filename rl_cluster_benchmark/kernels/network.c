@@ -574,15 +574,16 @@ int network_forward(Network *net, const uint8_t *observations, int batch, int sa
     return 1;
 }
 
-/* Add the gradients of the batch that was last saved. `out` is what network_forward gave. */
+/* Add the gradients of the batch that was last saved. `out` is what network_forward gave. With rows, those of the hidden
+ * layer's weights are left out: network_products makes them of the rows of many passes. */
 int network_backward(Network *net, const uint8_t *observations, int batch, const float *out, const float *grad_out,
-                      float *const *weights, float *const *biases) {
+                      float *const *weights, float *const *biases, bf16 *row_inputs, bf16 *row_slopes) {
     const int num_convs = net->num_stages * STAGE_CONVS, first_channels = net->stages[0].channels;
     Gradient gradients[MAX_STAGES * STAGE_CONVS + 1];
     for (int i = 0; i <= num_convs; i++) gradients[i] = (Gradient){weights[i], biases[i]};
     memset(net->first_gradient, 0, sizeof(float) * first_channels * 3 * LANES);
     tiles_begin();
-    dense_backward(&net->hidden, out, grad_out, batch, gradients[num_convs]);
+    dense_backward(&net->hidden, out, grad_out, batch, gradients[num_convs], (Rows){row_inputs, row_slopes});
     for (int b = 0; b < batch; b++)
         return_sample(net, observations + 3L * b * net->height * net->width, net->saved + b * net->sample_size,
                       net->hidden.grad_inputs + (long)b * net->hidden.features, gradients);
@@ -591,5 +592,13 @@ int network_backward(Network *net, const uint8_t *observations, int batch, const
         for (int k = 0; k < 27; k++)
             weights[0][o * 27 + k] += net->first_gradient[(o * 3 + k / 9) * LANES + k % 9 / 3 * RGB + k % 3];
     return 1;
+}
+
+/* The gradient of the hidden layer's weights, some columns of it, from rows that network_backward left. */
+int network_products(Network *net, bf16 *inputs, bf16 *slopes, int samples, int first, int last, float *weights) {
+    tiles_begin();
+    const int done = dense_products(&net->hidden, (Rows){inputs, slopes}, samples, first, last, weights);
+    tiles_end();
+    return done;
 }
 #endif

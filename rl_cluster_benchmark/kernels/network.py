@@ -3,6 +3,7 @@
 They compute in bfloat16 what the torch modules compute under autocast. A trunk keeps the activations of a pass in one
 buffer, so the backward pass must come before the next forward pass.
 Gradients are added to the parameters' `.grad`, where the optimiser reads them, instead of being handed to autograd.
+That of the hidden layer's weights, which are most of the parameters, can be left for later: see `Rows`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from rl_cluster_benchmark.kernels import build
 
+LANES = 16  # columns that are computed together
 FORWARD_ERROR, GRADIENT_ERROR = 0.01, 0.25  # relative; rounding moves a few winners of ReLU and pooling
 
 
@@ -35,6 +37,13 @@ class Source:
     in_torch: Callable[[Sequence[Tensor], Tensor], Tensor]
 
 
+class Rows(NamedTuple):
+    """Of the hidden layer, a row for each sample, bfloat16: slopes^T x inputs is the gradient of its weights."""
+
+    inputs: Tensor  # [B, features]
+    slopes: Tensor  # [B, hidden_size]
+
+
 class NativeTrunk:
     """Runs a torch trunk's computation with its parameters; `stale` says that they changed since they were packed."""
 
@@ -42,12 +51,14 @@ class NativeTrunk:
         self, library: ctypes.CDLL, prefix: str, network: int, weights: Sequence[Tensor], biases: Sequence[Tensor]
     ) -> None:
         self._network = ctypes.c_void_p(network)
-        names = ("pack", "forward", "backward", "destroy")
-        self._c_pack, self._c_forward, self._c_backward, self._c_destroy = (library[f"{prefix}_{n}"] for n in names)
+        self._c_pack, self._c_forward, self._c_backward, self._c_products, self._c_destroy = (
+            library[f"{prefix}_{name}"] for name in ("pack", "forward", "backward", "products", "destroy")
+        )
         self._weights, self._biases = weights, biases
         self._width = len(biases[-1])
         self._passes = 0
         self.stale = True
+        self.rows: Rows | None = None  # where backward passes leave theirs, instead of adding to the gradient
 
     def __call__(self, observations: Tensor) -> Tensor:
         """uint8 [B, H, W, 3] -> float32 [B, hidden_size]."""
@@ -75,8 +86,23 @@ class NativeTrunk:
         gradients = ([parameter.grad for parameter in kind] for kind in (self._weights, self._biases))
         self._c_backward(
             self._network, _pointer(observations), len(observations), _pointer(out), _pointer(grad),
-            *map(_pointers, gradients),
+            *map(_pointers, gradients), *(map(_pointer, self.rows) if self.rows else (None, None)),
         )  # fmt: skip
+
+    @property
+    def hidden_weights(self) -> Tensor:
+        """[hidden_size, features]"""
+        return self._weights[-1]
+
+    def multiply(self, rows: Rows, num_samples: int, columns: range, out: Tensor) -> None:
+        """Write the gradient of the hidden layer's weights, some columns of it (multiples of LANES), from all rows.
+
+        Zeros follow the samples, up to a multiple of 32 rows.
+        """
+        if not self._c_products(
+            self._network, *map(_pointer, rows), num_samples, columns.start, columns.stop, _pointer(out)
+        ):
+            raise MemoryError("no memory for the gradient of the hidden layer; a smaller minibatch needs less")
 
     @property
     def passes(self) -> int:
@@ -167,8 +193,13 @@ def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
         expected_gradients = torch.autograd.grad(expected, parameters, grad)
         out = trunk(observations)
         out.backward(grad)
-    gradients = zip((parameter.grad for parameter in parameters), expected_gradients, strict=True)
-    return _error(out, expected) < FORWARD_ERROR and all(_error(*pair) < GRADIENT_ERROR for pair in gradients)
+        gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        trunk.rows = Rows(*(torch.zeros(32, n, dtype=torch.bfloat16) for n in reversed(trunk.hidden_weights.shape)))
+        trunk(observations).backward(grad)
+        product = torch.zeros_like(trunk.hidden_weights)
+        trunk.multiply(trunk.rows, 3, range(product.shape[1]), product)
+    pairs = zip([*gradients, product], [*expected_gradients, expected_gradients[-2]], strict=True)
+    return _error(out, expected) < FORWARD_ERROR and all(_error(*pair) < GRADIENT_ERROR for pair in pairs)
 
 
 def impala_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:

@@ -1,0 +1,64 @@
+"""The gradient of the hidden layer's weights, made once for a minibatch instead of in every pass.
+
+These are five sixths of the IMPALA-CNN's parameters, and to add to their gradient takes a small pass as long as several
+samples do. But that gradient is a product of two narrow matrices with a row for each sample: what went into the layer,
+and the slopes of the loss at its outputs. So the passes only leave these rows in shared memory, and in the reduction
+every worker multiplies its share of the columns, for all samples at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.kernels.network import LANES, NativeTrunk, Rows
+
+ROWS = 32  # are computed together
+MAX_BYTES = 128 * 2**20  # for the rows of a minibatch; larger ones have large passes
+
+
+def allocate(hidden_shape: tuple[int, int], num_samples: int) -> SharedTensors | None:
+    """Memory for a minibatch's rows; None if it would be too much."""
+    width, features = hidden_shape
+    count = -(-num_samples // ROWS) * ROWS
+    if 2 * count * (width + features) > MAX_BYTES:
+        return None
+    return SharedTensors({"inputs": ((count, features), torch.bfloat16), "slopes": ((count, width), torch.bfloat16)})
+
+
+class HiddenGradient:
+    """One worker's end."""
+
+    def __init__(self, memory: SharedTensors, rank: int, num_workers: int) -> None:
+        self._rows, self._rank = Rows(memory["inputs"], memory["slopes"]), rank
+        blocks = self._rows.inputs.shape[1] // LANES
+        first, last = (LANES * (blocks * i // num_workers) for i in (rank, rank + 1))
+        self._columns = range(first, last)
+        self._samples = 0
+        self.part = slice(0, 0)  # of the gradient vector
+
+    def connect(self, trunk: NativeTrunk, part: slice) -> None:
+        """The weights' gradient is that part of the gradient vector."""
+        self._trunk, self.part = trunk, part
+
+    @property
+    def is_due(self) -> bool:
+        """Is the sum to come that of a minibatch?"""
+        return self._samples > 0
+
+    def begin(self, num_samples: int) -> None:
+        """A minibatch: nobody reads the rows of the last one any more."""
+        self._samples = num_samples
+        if self._rank == 0:
+            for rows in self._rows:
+                rows[num_samples : -(-num_samples // ROWS) * ROWS].zero_()
+
+    def place(self, start: int, count: int) -> None:
+        """Of the next pass's samples in the minibatch."""
+        self._trunk.rows = Rows(*(rows[start : start + count] for rows in self._rows))
+
+    def write(self, gradient: Tensor) -> None:
+        """This worker's columns, once everyone's rows are there."""
+        self._trunk.multiply(self._rows, self._samples, self._columns, gradient[self.part])
+        self._samples = 0
