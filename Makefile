@@ -28,7 +28,7 @@ test-cluster: venv/.installed ## the tests on real engines: hosts, SSH, torchrun
 	$(BIN)/python -m pytest cluster_tests $(ARGS)
 	$(BIN)/python -m pytest -m cluster $(ARGS)
 
-test-faults: venv/.installed ## kill runs of every mode 300 times, and all other faults: ARGS="--kills 300 --seed 1" (about half an hour)
+test-faults: venv/.installed ## kill runs of every mode 300 times, and all other faults: ARGS="--kills 300 --seed 1 --jobs 2" (about an hour)
 	$(BIN)/python tests/faults/kills.py $(ARGS)
 	RLCB_FAULTS=long $(BIN)/python -m pytest -m 'long or not long' tests/faults
 

@@ -3,7 +3,8 @@
     python tests/faults/kills.py --kills 300 --seed 1 --results kills.jsonl
 
 A chain is one run directory: start, kill, resume, kill, ... and at its end a resume that trains to the end, after which
-the invariants are checked. With --results, kills are added to a file, and the table is of all that are in it.
+the invariants are checked. Everything random in a chain follows from --seed and its number. With --results, kills are
+added to a file, and the table is of all that are in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,12 +191,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, metavar="N", help="of the faults, victims and moments; default: a new one")
     parser.add_argument("--modes", nargs="+", metavar="MODE", help=f"default: {', '.join(m.name for m in MODES)}")
     parser.add_argument("--stopped", type=float, default=30.0, metavar="S", help="seconds of SIGSTOP; default: 30")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="chains at the same time; default: 1")
     parser.add_argument("--results", type=Path, metavar="FILE", help="add a line for each kill")
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**32)
     modes = [mode for mode in MODES if args.modes is None or mode.name in args.modes]
     print(f"{args.kills} kills, --seed {seed}", flush=True)
-    results, failures = strike(args.kills, seed, modes, args.stopped, args.results, go_on=True)
+    results, failures = strike(args.kills, seed, modes, args.stopped, args.results, go_on=True, jobs=args.jobs)
     if args.results:
         results = [json.loads(line) for line in args.results.read_text().splitlines()]
     print(table(results))
@@ -206,27 +209,40 @@ def main() -> int:
 
 
 def strike(
-    count: int, seed: int, modes: list[Mode], stopped: float, file: Path | None = None, go_on: bool = False
-) -> tuple[list[dict[str, Any]], int]:
+    count: int, seed: int, modes: list[Mode], stopped: float, file: Path | None = None, go_on: bool = False,
+    jobs: int = 1,
+) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
     """(kills that were recovered, chains that were not); without `go_on` the first of those ends it."""
-    generator = random.Random(seed)
-    results: list[dict[str, Any]] = []
-    failures = 0
-    for mode, kills in plan(count, modes, generator):
+
+    def run(number: int, mode: Mode, kills: list[Kill]) -> list[dict[str, Any]] | str:
         with tempfile.TemporaryDirectory(prefix="rlcb-kills-") as folder:
             try:
-                done = chain(mode, kills, Path(folder), generator, stopped)
+                return chain(mode, kills, Path(folder), random.Random(f"{seed}/{number}"), stopped)
             except AssertionError as error:
                 if not go_on:
                     raise
-                print(f"FAILED  {mode.name}, {kills}:\n{error}", flush=True)
-                failures += 1
-                continue
-        results += done
-        if file is not None:
-            with open(file, "a") as opened:
-                opened.writelines(json.dumps(result | {"seed": seed}) + "\n" for result in done)
-        print(f"{len(results):4d} of {count}  {mode.name}: {', '.join(result['fault'] for result in done)}", flush=True)
+                return str(error)
+
+    results: list[dict[str, Any]] = []
+    failures = 0
+    chains = plan(count, modes, random.Random(seed))
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(run, number, *each): each for number, each in enumerate(chains)}
+        try:
+            for future in as_completed(running):
+                (mode, kills), done = running[future], future.result()
+                if isinstance(done, str):
+                    print(f"FAILED  {mode.name}, {kills}:\n{done}", flush=True)
+                    failures += 1
+                    continue
+                results += done
+                if file is not None:
+                    with open(file, "a") as opened:
+                        opened.writelines(json.dumps(result | {"seed": seed}) + "\n" for result in done)
+                names = ", ".join(result["fault"] for result in done)
+                print(f"{len(results):4d} of {count}  {mode.name}: {names}", flush=True)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
     return results, failures
 
 
