@@ -16,8 +16,14 @@ import torch
 from conftest import ROOT, environment, rlcb
 from processes import workers_of
 
+from rl_cluster_benchmark.algorithms.learner import place_of
+from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.execution import hidden_gradient
+from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.kernels import network, pooling
+from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -150,7 +156,25 @@ def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
         assert episodes["count"] == reference["progress"]["episodes"]["count"], "the episodes of all workers count"
 
 
-@pytest.mark.skipif(not network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
+needs_native = pytest.mark.skipif(not network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
+
+
+@needs_native
+def test_a_machine_without_samples_of_a_minibatch_adds_nothing():
+    """Its workers' vectors still hold the last sum where the passes do not write."""
+    model = make_model(ModelConfig(), (64, 64, 3), 15, HardwareConfig(), torch.bfloat16, "native")
+    trunk, size = model.native_trunk, sum(p.numel() for p in model.parameters())
+    reduce = SharedMemoryReducer(SharedMemoryReducer.allocate(1, size, 1), 0, PhaseClock())
+    hidden = reduce.hidden = HiddenGradient(hidden_gradient.allocate(tuple(trunk.hidden_weights.shape), 4), 0, 1)
+    part = place_of(model, trunk.hidden_weights)
+    hidden.connect(trunk, part)
+    vector = reduce.vector(size).fill_(7.0)
+    hidden.begin(0)
+    assert not reduce(vector)[part].any()
+    assert torch.equal(reduce(vector.fill_(7.0)), torch.full((size,), 7.0)), "no minibatch: a sum like any other"
+
+
+@needs_native
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
 def test_the_network_in_c_has_the_same_gradient_in_any_number_of_workers(algorithm, tmp_path):
     """Where work is shared, the hidden layer's part of it is made in the reduction; else, in every pass."""

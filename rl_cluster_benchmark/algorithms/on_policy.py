@@ -153,7 +153,7 @@ class OnPolicyLearner:
             learner.hidden.begin(num_samples)
         learner.zero_grad()
         place = places[self.rank]
-        for piece in rows[self.rank].split(self.micro_batch):
+        for piece in rows[self.rank].split(self.micro_batch) if len(rows[self.rank]) else ():
             self._accumulate(batch, piece, place, moments, losses)
             place += len(piece)
         learner.stats[-1] = float(interrupted)

@@ -35,7 +35,7 @@ class HiddenGradient:
         blocks = self._rows.inputs.shape[1] // LANES
         first, last = (LANES * (blocks * i // num_workers) for i in (rank, rank + 1))
         self._columns = range(first, last)
-        self._samples = 0
+        self._samples: int | None = None  # of the minibatch at hand; 0 where this machine has none of it
         self.part = slice(0, 0)  # of the gradient vector
 
     def connect(self, trunk: NativeTrunk, part: slice) -> None:
@@ -45,10 +45,11 @@ class HiddenGradient:
     @property
     def is_due(self) -> bool:
         """Is the sum to come that of a minibatch?"""
-        return self._samples > 0
+        return self._samples is not None
 
     def begin(self, num_samples: int) -> None:
         """A minibatch: nobody reads the rows of the last one any more."""
+        assert num_samples <= len(self._rows.inputs)
         self._samples = num_samples
         if self._rank == 0:
             for rows in self._rows:
@@ -60,5 +61,6 @@ class HiddenGradient:
 
     def write(self, gradient: Tensor) -> None:
         """This worker's columns, once everyone's rows are there."""
+        assert self._samples is not None
         self._trunk.multiply(self._rows, self._samples, self._columns, gradient[self.part])
-        self._samples = 0
+        self._samples = self._trunk.rows = None

@@ -76,7 +76,8 @@ class SharedMemoryReducer:
                 start, end = (first + (last - first) * i // self.num_workers for i in (self.rank, self.rank + 1))
                 torch.sum(parts[:count, start:end], dim=0, out=total[start:end])
             if made:
-                made.write(total)
+                with self.clock.phase("update"):
+                    made.write(total)
             self._meet()
             if beyond is not None:
                 if self.rank == 0:

@@ -19,7 +19,7 @@ class Task:
     observation_dtype: torch.dtype
     num_actions: int
     num_parameters: int
-    hidden_shape: tuple[int, int] | None  # [outputs, inputs] of the layer behind the convolutions, if there is one
+    hidden_shape: tuple[int, int] | None = None  # [outputs, inputs] of the layer behind the convolutions, if any
 
     @classmethod
     def of(cls, config: Config) -> Task:

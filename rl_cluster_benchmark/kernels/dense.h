@@ -198,7 +198,8 @@ static void dense_backward(const Dense *dense, const float *out, const float *gr
  * weights. Behind the rows of the samples are zeros, up to a multiple of 32. 0 if there is no memory. */
 static int dense_products(Dense *dense, Rows rows, int samples, int first, int last, float *weights) {
     const int features = dense->features, width = dense->width;
-    const long padded = round_up(samples, 32), stride = padded + 32; /* rows of a tile must not share a set of the cache */
+    /* Rows of a tile must not share a set of the cache: an odd number of its lines apart. */
+    const long padded = round_up(samples, 32), stride = (padded / 32 | 1) * 32;
     const long size = width * stride + 3 * LANES * padded;
     if (size > dense->room_size) {
         free(dense->room);

@@ -12,6 +12,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -76,6 +77,8 @@ class Faulty:
     environ: dict[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()  # a command that starts the run: prlimit, unshare
 
+    live: ClassVar[list[Faulty]] = []
+
     def __enter__(self) -> Faulty:
         self.id = uuid.uuid4().hex
         self.temporary = Path(tempfile.mkdtemp(prefix="rlcb-fault-"))  # empty afterwards, or something was left
@@ -90,14 +93,19 @@ class Faulty:
                 [*self.prefix, *self.mode.call(self.output, self.timesteps, *self.more)],
                 cwd=ROOT, env=environ | self.environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+        self.live.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.kill()
+        self.live.remove(self)
+        self.process.wait(timeout=30)
+        subprocess.run(["rm", "-rf", self.temporary], check=False)
+
+    def kill(self) -> None:
         for process in self.everyone():
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        self.process.wait(timeout=30)
-        subprocess.run(["rm", "-rf", self.temporary], check=False)
 
     @property
     def text(self) -> str:

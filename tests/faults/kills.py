@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,10 +219,10 @@ def strike(
         with tempfile.TemporaryDirectory(prefix="rlcb-kills-") as folder:
             try:
                 return chain(mode, kills, Path(folder), random.Random(f"{seed}/{number}"), stopped)
-            except AssertionError as error:
+            except Exception:
                 if not go_on:
                     raise
-                return str(error)
+                return traceback.format_exc()
 
     results: list[dict[str, Any]] = []
     failures = 0
@@ -241,8 +242,11 @@ def strike(
                         opened.writelines(json.dumps(result | {"seed": seed}) + "\n" for result in done)
                 names = ", ".join(result["fault"] for result in done)
                 print(f"{len(results):4d} of {count}  {mode.name}: {names}", flush=True)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException:  # Ctrl-C, or a failure: whatever runs ends now, and its chain with it
+            pool.shutdown(wait=False, cancel_futures=True)
+            for faulty in list(Faulty.live):
+                faulty.kill()
+            raise
     return results, failures
 
 
