@@ -20,7 +20,7 @@ from rl_cluster_benchmark.execution import (
     split,
 )
 from rl_cluster_benchmark.execution.watchdog import limit_of, watched
-from rl_cluster_benchmark.execution.workers import preload_game
+from rl_cluster_benchmark.execution.workers import start_server
 from rl_cluster_benchmark.run import checkpoint, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
@@ -37,7 +37,8 @@ def train(
 ) -> int:
     """Train as the config says; returns the exit status."""
     hardware.check_device(config.hardware.device)
-    preload_game(config.env.game)
+    if config.mode != "sequential":
+        start_server(config.env.game)
     if config.algorithm == "impala" and config.mode != "sequential":
         config = split.fill_in(config)
 

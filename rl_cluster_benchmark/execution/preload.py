@@ -20,7 +20,7 @@ SERVER = os.getpid()  # a forked worker finds its parent here
 
 def _load() -> None:
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers compute on the CPU, and a CUDA context starts threads
     from rl_cluster_benchmark import hardware

@@ -55,9 +55,23 @@ def hide_server() -> None:
             finalizer()  # now, not at the end
 
 
-def preload_game(game: str | None) -> None:
-    """Say what the workers to come will play, so that its images are loaded once for all of them."""
+def start_server(game: str | None) -> None:
+    """Start the process that workers are forked from, for workers that play this game.
+
+    It takes seconds to load what they need: the sooner it starts, the more of that is done when they are wanted.
+    """
     os.environ[GAME_VARIABLE] = game or ""
+    with contextlib.suppress(OSError):  # a pool that needs it tries again, and says why it cannot
+        _ensure_server()
+
+
+def _ensure_server() -> None:
+    forkserver.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    if len(tempfile.gettempdir()) > LONGEST_FOLDER:  # TMPDIR of a batch job: no socket's name may be that long
+        tempfile.tempdir = "/tmp"
+    forkserver.ensure_running()
+    hide_server()  # at once: any moment may be the last
 
 
 class WorkerPool:
@@ -90,16 +104,11 @@ class WorkerPool:
 
     def _start(self, rank: int, args: Sequence[Any]) -> tuple[ForkServerProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
-        os.environ[PARENT_VARIABLE] = str(os.getpid())
-        if len(tempfile.gettempdir()) > LONGEST_FOLDER:  # TMPDIR of a batch job: no socket's name may be that long
-            tempfile.tempdir = "/tmp"
         ours, theirs = context.Pipe()
         call = (self._target, rank, theirs, self._cores[rank], self._pulses[rank], tuple(args))
         process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
         try:
-            forkserver.ensure_running()
-            hide_server()  # at once: it takes seconds to load what workers need, and any moment may be the last
+            _ensure_server()
             process.start()
         except (EOFError, OSError) as error:
             raise TrainingFailedError(
