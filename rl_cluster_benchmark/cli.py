@@ -213,11 +213,11 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     config = config_from(args)
-    signals = _start_process(config)
     if config.mode != "sequential":
         from rl_cluster_benchmark.execution.workers import start_server
 
         start_server(config.env.game)  # it loads what workers need while this process imports torch
+    signals = _start_process(config)
     from rl_cluster_benchmark.training import train
 
     return train(config, signals, resume=args.resume, overwrite=args.overwrite, node_rank=args.node_rank)
