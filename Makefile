@@ -12,7 +12,7 @@ QUICK := env.num_envs=32 training.n_steps=32 training.batch_size=256 training.n_
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-cluster test-faults fuzz soak lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling tune profile evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
+.PHONY: help quickstart test test-all test-cluster test-faults fuzz soak lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling tune profile evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-27s %s\n", $$1, $$2}'
@@ -22,6 +22,9 @@ quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evalua
 
 test: lint ## set up and run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: lint ## all tests, also the long ones (about 40 minutes)
+	$(BIN)/python -m pytest -m 'not cluster' $(ARGS)
 
 test-cluster: venv/.installed ## the tests on real engines: hosts, SSH, torchrun, SLURM, qsub, Ray (root; installs them)
 	cluster_tests/install.sh $(BIN)/python

@@ -64,6 +64,7 @@ def wait_until_training(cell):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_killed_in_the_middle_and_resumed_it_ends_with_the_same_table(benchmarked, tmp_path):
     """SIGKILL while the second cell trains: it is trained anew, the first one is not."""
     output = tmp_path / "matrix"

@@ -223,6 +223,7 @@ def test_machines_of_impala_sum_their_gradients(tmp_path):
             assert theirs.abs().max() > 0
 
 
+@pytest.mark.long
 def test_impala_learns_catch_on_two_machines(tmp_path):
     done = rlcb(
         "launch", "local", "--nodes", 2, "--", "train", "--config", "impala_cpu_cluster", *TINY, *EVERY_UPDATE,

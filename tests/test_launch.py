@@ -35,6 +35,7 @@ def nodes_of(process):
     return found
 
 
+@pytest.mark.long
 def test_a_killed_node_is_started_again_and_the_run_is_continuous(launched, tmp_path):
     output = tmp_path / "run"
     process = launched(

@@ -37,7 +37,9 @@ def score(algorithm, mode, output):
     return json.loads(report.read_text())["mean_reward"]
 
 
-@pytest.mark.parametrize("env", PROBLEMS)
+@pytest.mark.parametrize(
+    "env", [pytest.param(env, marks=pytest.mark.long if env == "CartPole-v1" else ()) for env in PROBLEMS]
+)
 @pytest.mark.parametrize("mode", ["sequential", "parallel"])
 @pytest.mark.parametrize("algorithm", SETTINGS)
 def test_it_solves(algorithm, mode, env, tmp_path):
@@ -48,6 +50,7 @@ def test_it_solves(algorithm, mode, env, tmp_path):
     assert time.monotonic() - start < 120
 
 
+@pytest.mark.long
 def test_impala_solves_catch_while_its_actors_are_killed(tmp_path):
     """One of two actors every few seconds: whenever the last one killed has been replaced."""
     args = call("impala", "parallel", "Catch-v0", tmp_path)

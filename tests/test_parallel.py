@@ -125,7 +125,7 @@ def test_the_server_of_workers_has_a_name_for_a_moment_only(tmp_path, monkeypatc
     assert seen < 0.5
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("a2c", marks=pytest.mark.long)])
 def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
     """The same environments, seeds and minibatches: the same parameters after several updates, to rounding."""
     states = {}

@@ -95,7 +95,7 @@ def test_a_saved_config_repeats_the_run(trained, tmp_path):
     assert without_times(read_metrics(again)) == without_times(read_metrics(trained))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_one_seed_one_result_on_procgen(precision, tmp_path):
     runs = {}
     for name, seed in (("first", 1), ("second", 1), ("other", 2)):

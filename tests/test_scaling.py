@@ -175,6 +175,7 @@ def test_a_sweep(tmp_path):
     assert "already holds a sweep; add --overwrite" in again.stderr
 
 
+@pytest.mark.long
 def test_weak_scaling_of_another_algorithm(tmp_path):
     done = rlcb(
         *call("--algorithm", "a2c", "--envs-per-worker", 4, "--workers", 1, "--repeats", 2, "--output-dir", tmp_path)
