@@ -20,7 +20,7 @@ help: ## show this list
 quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evaluate it, draw its curve
 	$(BIN)/rlcb quickstart $(ARGS)
 
-test: lint ## set up and run all tests
+test: lint ## set up and run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: lint ## all tests, also the long ones (about 40 minutes)

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.envs import Step
+from rl_cluster_benchmark.kernels import network
 from rl_cluster_benchmark.rollout import Rollout
 
 ROOT = Path(__file__).parent.parent
+needs_native = pytest.mark.skipif(not network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
 
 
 def rlcb(*args: object, cwd: Path | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:

@@ -13,17 +13,10 @@ import processes
 import psutil
 import pytest
 import torch
-from conftest import ROOT, environment, rlcb
+from conftest import ROOT, environment, needs_native, rlcb
 from processes import workers_of
 
-from rl_cluster_benchmark.algorithms.learner import place_of
-from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
-from rl_cluster_benchmark.execution import hidden_gradient
-from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
-from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
-from rl_cluster_benchmark.kernels import network, pooling
-from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -154,24 +147,6 @@ def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
         assert scale == pytest.approx(reference["algorithm"]["reward_normalizer"]), name
         episodes = state["progress"]["episodes"]
         assert episodes["count"] == reference["progress"]["episodes"]["count"], "the episodes of all workers count"
-
-
-needs_native = pytest.mark.skipif(not network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
-
-
-@needs_native
-def test_a_machine_without_samples_of_a_minibatch_adds_nothing():
-    """Its workers' vectors still hold the last sum where the passes do not write."""
-    model = make_model(ModelConfig(), (64, 64, 3), 15, HardwareConfig(), torch.bfloat16, "native")
-    trunk, size = model.native_trunk, sum(p.numel() for p in model.parameters())
-    reduce = SharedMemoryReducer(SharedMemoryReducer.allocate(1, size, 1), 0, PhaseClock())
-    hidden = reduce.hidden = HiddenGradient(hidden_gradient.allocate(tuple(trunk.hidden_weights.shape), 4), 0, 1)
-    part = place_of(model, trunk.hidden_weights)
-    hidden.connect(trunk, part)
-    vector = reduce.vector(size).fill_(7.0)
-    hidden.begin(0)
-    assert not reduce(vector)[part].any()
-    assert torch.equal(reduce(vector.fill_(7.0)), torch.full((size,), 7.0)), "no minibatch: a sum like any other"
 
 
 @needs_native
@@ -445,32 +420,3 @@ def test_phases_nest():
             time.sleep(0.05)
     assert clock.seconds["waiting"] == pytest.approx(0.05, abs=0.02)
     assert clock.seconds["update"] == pytest.approx(0.02, abs=0.015)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(5, 16, 64, 64), (3, 32, 7, 9), (2, 48, 1, 2)])
-def test_pooling_kernel(dtype, shape):
-    if not pooling.available():
-        pytest.skip("no C compiler here")
-    torch.manual_seed(0)
-    images = torch.randn(shape).mul(2).round().div(2).to(dtype).contiguous(memory_format=torch.channels_last)
-    ours, theirs = images.clone().requires_grad_(), images.clone().requires_grad_()
-    pooled, expected = pooling.max_pool(ours), torch.nn.functional.max_pool2d(theirs, 3, 2, 1)
-    assert type(pooled.grad_fn).__name__ == "_MaxPoolBackward"
-    torch.testing.assert_close(pooled, expected, rtol=0, atol=0)
-    grad = torch.randn_like(expected)
-    pooled.backward(grad)
-    expected.backward(grad)
-    tolerance = 0.0 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
-
-
-def test_without_a_compiler_torch_pools(tmp_path):
-    code = (
-        "import torch; from rl_cluster_benchmark.kernels import pooling;"
-        "x = torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last);"
-        "print(pooling.available(), torch.equal(pooling.max_pool(x), torch.nn.functional.max_pool2d(x, 3, 2, 1)))"
-    )
-    env = environment() | {"CC": "/nowhere/cc", "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]

@@ -6,7 +6,7 @@ Flat, they are clipped, stepped and (between workers) summed in one operation ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,10 +111,9 @@ def move_parameters(model: ActorCritic, flat: Tensor) -> None:
 
 def views(model: ActorCritic, flat: Tensor) -> dict[str, Tensor]:
     """Each parameter's part of a flat vector, in the parameter's shape and memory order."""
-    found, start = {}, 0
-    for name, parameter in model.named_parameters():
-        part = flat[start : start + parameter.numel()]
-        start += parameter.numel()
+    found = {}
+    for (name, parameter), place in zip(model.named_parameters(), places(model), strict=True):
+        part = flat[place]
         if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
             out_channels, in_channels, height, width = parameter.shape
             found[name] = part.view(out_channels, height, width, in_channels).permute(0, 3, 1, 2)
@@ -123,14 +122,16 @@ def views(model: ActorCritic, flat: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def place_of(model: ActorCritic, parameter: Tensor) -> slice:
-    """In a flat vector."""
+def places(model: ActorCritic) -> Iterator[slice]:
+    """Of the parameters in a flat vector, one after the other."""
     start = 0
-    for each in model.parameters():
-        if each is parameter:
-            return slice(start, start + each.numel())
-        start += each.numel()
-    raise ValueError("not a parameter of the model")
+    for parameter in model.parameters():
+        yield slice(start, start + parameter.numel())
+        start += parameter.numel()
+
+
+def place_of(model: ActorCritic, parameter: Tensor) -> slice:
+    return next(place for each, place in zip(model.parameters(), places(model), strict=True) if each is parameter)
 
 
 def is_finite(*values: float) -> bool:

@@ -21,10 +21,14 @@ MAX_BYTES = 128 * 2**20  # for the rows of a minibatch; larger ones have large p
 def allocate(hidden_shape: tuple[int, int], num_samples: int) -> SharedTensors | None:
     """Memory for a minibatch's rows; None if it would be too much."""
     width, features = hidden_shape
-    count = -(-num_samples // ROWS) * ROWS
+    count = padded(num_samples)
     if 2 * count * (width + features) > MAX_BYTES:
         return None
     return SharedTensors({"inputs": ((count, features), torch.bfloat16), "slopes": ((count, width), torch.bfloat16)})
+
+
+def padded(num_samples: int) -> int:
+    return -(-num_samples // ROWS) * ROWS
 
 
 class HiddenGradient:
@@ -53,7 +57,7 @@ class HiddenGradient:
         self._samples = num_samples
         if self._rank == 0:
             for rows in self._rows:
-                rows[num_samples : -(-num_samples // ROWS) * ROWS].zero_()
+                rows[num_samples : padded(num_samples)].zero_()
 
     def place(self, start: int, count: int) -> None:
         """Of the next pass's samples in the minibatch."""
