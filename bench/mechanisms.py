@@ -22,6 +22,7 @@ from rl_cluster_benchmark.algorithms.on_policy import Samples
 from rl_cluster_benchmark.algorithms.optimizers import Adam
 from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import ppo_losses
+from rl_cluster_benchmark.cli_arguments import positive
 from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
 from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.kernels.network import Rows
@@ -153,7 +154,7 @@ def large_passes(keep: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="of each; default: 30")
+    parser.add_argument("--rounds", type=positive, default=30, help="of each; default: 30")
     parser.add_argument("--memory", choices=("kept", "given back"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)

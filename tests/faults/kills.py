@@ -28,6 +28,8 @@ import invariants
 import psutil
 from harness import MODES, Faulty, Mode
 
+from rl_cluster_benchmark.cli_arguments import positive
+
 CHAIN = 6  # kills, then the end
 GRACE = 20.0  # seconds from SIGTERM to the end
 EARLY = 0.25  # share of the kills that come while the run starts
@@ -188,11 +190,12 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=300, metavar="N", help="how many; default: 300")
+    parser.add_argument("--kills", type=positive, default=300, metavar="N", help="how many; default: 300")
     parser.add_argument("--seed", type=int, metavar="N", help="of the faults, victims and moments; default: a new one")
-    parser.add_argument("--modes", nargs="+", metavar="MODE", help=f"default: {', '.join(m.name for m in MODES)}")
+    names = [mode.name for mode in MODES]
+    parser.add_argument("--modes", nargs="+", choices=names, metavar="MODE", help=f"default: {', '.join(names)}")
     parser.add_argument("--stopped", type=float, default=30.0, metavar="S", help="seconds of SIGSTOP; default: 30")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="chains at the same time; default: 1")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="chains at the same time; default: 1")
     parser.add_argument("--results", type=Path, metavar="FILE", help="add a line for each kill")
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**32)
