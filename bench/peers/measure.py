@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 WARM_UP = 5.0  # seconds of training that do not count, the first update in any case
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_BETWEEN_FIGURES = 1.0  # of CPU time; looking costs CPU time itself
-SECONDS_BETWEEN_MEMORY = 4.0
+SECONDS_BETWEEN_MEMORY = 4.0  # at least, and 100 times as long as a reading takes: a library may have many processes
 SECONDS_WITHOUT_PROGRESS = 1800.0
 SECONDS_TO_STOP = 60.0
 
@@ -144,7 +144,7 @@ class Training:
         self._cpu.append((now, spent, sum(machine) - machine.idle - machine.iowait - machine.guest))
         if look_at_memory:
             self._memory = max(self._memory, memory)
-            self._next_memory = now + SECONDS_BETWEEN_MEMORY
+            self._next_memory = now + max(SECONDS_BETWEEN_MEMORY, 100 * (time.monotonic() - now))
 
     def _window(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """The updates between which time counts: from the first after the warm-up to the last."""

@@ -6,7 +6,6 @@ machine steps by itself and the parameters are averaged every few updates.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +36,8 @@ from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
-from rl_cluster_benchmark.run.run import SECONDS_BETWEEN_MEMORY_READINGS, Run, memory_in_use
+from rl_cluster_benchmark.run.memory import MemoryReadings
+from rl_cluster_benchmark.run.run import Run
 
 ORDER, SIGNAL = 0, 1  # places in what the parent tells its workers
 
@@ -122,12 +122,11 @@ class Follower:
     """The order of another machine for its workers; says now and then how much memory they use."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._measured_at = cluster, 0.0
+        self._cluster, self._memory = cluster, MemoryReadings()
 
     def __call__(self) -> int:
-        if time.monotonic() - self._measured_at > SECONDS_BETWEEN_MEMORY_READINGS:
-            self._measured_at = time.monotonic()
-            self._cluster.membership.memory = sum(memory_in_use().values())
+        if self._memory.is_due():
+            self._cluster.membership.memory = sum(self._memory.read().values())
         return INTERRUPTED if self._cluster.signals.received is not None else 0
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
-
 from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.algorithms.bad_numbers import COUNTS
 from rl_cluster_benchmark.config import Config
@@ -29,11 +27,11 @@ from rl_cluster_benchmark.run.checkpoint_format import all_finite
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.files import write_atomically
+from rl_cluster_benchmark.run.memory import MemoryReadings
 from rl_cluster_benchmark.run.progress import Progress, Status
 from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.timing import PhaseClock
 
-SECONDS_BETWEEN_MEMORY_READINGS = 10.0
 SHORTEST_RATE = 1.0  # seconds that a speed is a mean over, at least
 FINAL_FPS_UPDATES = 10
 BAD_IN_A_ROW = 100  # updates that teach nothing, until a run that skips them ends
@@ -69,7 +67,8 @@ class Run:
             self._restore(resumed_from["progress"])
         self._metrics: metrics.MetricsWriter | None = None
         self._progress: Progress | None = None
-        self._started = self._cpu_started = self._last_memory = 0.0
+        self._started = self._cpu_started = 0.0
+        self._memory_readings = MemoryReadings()
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
         self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
         self.num_learners = plan.num_learners  # of IMPALA, on all machines
@@ -91,7 +90,7 @@ class Run:
         )
         self._progress = Progress()
         self._read_memory()  # all workers are there now; at the first update of a short run some may have ended
-        self._last_memory = -math.inf  # and again then: all buffers are in use
+        self._memory_readings.next_at = 0.0  # and again then: all buffers are in use
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._last_checkpoint = self._started
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
@@ -153,7 +152,7 @@ class Run:
         self.episodes.add(episodes)
         self.last_update_at = self.elapsed if at is None else max(self.last_update_at, at)
         self._recent.append((self.last_update_at, self.steps))
-        if time.perf_counter() - self._last_memory > SECONDS_BETWEEN_MEMORY_READINGS:
+        if self._memory_readings.is_due():
             self._read_memory()
         if self.updates % self.config.training.log_interval == 0:
             self._log(losses, asynchrony or {})
@@ -279,14 +278,13 @@ class Run:
         self.bad_numbers = dict(state["bad_numbers"])
 
     def _read_memory(self) -> None:
-        sizes = memory_in_use()
+        sizes = self._memory_readings.read()
         self._memory = sum(sizes.values()) + self.memory_elsewhere()
         self.peak_memory = max(self.peak_memory, self._memory)
         workers = [sizes[worker.pid] for worker in multiprocessing.active_children() if worker.pid in sizes]
         if len(workers) >= self._num_workers_seen:  # the last ones to end would count the pages of all for theirs
             self._num_workers_seen = len(workers)
             self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
-        self._last_memory = time.perf_counter()
 
     def _time_is_up(self) -> bool:
         hours = self.config.training.duration_hours
@@ -330,16 +328,6 @@ class Run:
         """Over the last updates of this process."""
         (start, first), (end, last) = self._recent[0], self._recent[-1]
         return (last - first) / (end - start) if end > start else 0.0
-
-
-def memory_in_use() -> dict[int | None, int]:
-    """Of this process and its workers: the proportional set size, which counts shared memory once over all of them."""
-    parent = psutil.Process()
-    sizes: dict[int | None, int] = {}
-    for process in (parent, *parent.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # one that has just ended
-            sizes[process.pid] = process.memory_full_info().pss  # from smaps_rollup: a few milliseconds
-    return sizes
 
 
 def exit_status(run: Run) -> int:
