@@ -263,7 +263,7 @@ class ParallelConfig(Section):
         ge=0,
         le=0.9,
         description="PPO, A2C: share of each minibatch that goes to whichever worker is free first, so that slow cores "
-        "do not hold up fast ones; null is 0.25 for Procgen and 0 for vectors. It changes the rounding of sums alone.",
+        "do not hold up fast ones; null is 0.5 for Procgen and 0 for vectors. It changes the rounding of sums alone.",
     )
     pin: Literal["auto", "always", "never"] = Field(
         "auto", description="Pin each worker to a core; auto does when the run has all of the machine's cores."

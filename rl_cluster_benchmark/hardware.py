@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-BALANCE = 0.25  # lets a core of 1.7 times the speed of the slowest finish with it
+BALANCE = 0.5  # a core of half the speed of the others still finishes with them
 SAMPLES_PER_THREAD = 64  # of a backward pass: their activations stay in one core's cache
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -64,6 +64,18 @@ class Rollout:
         return int(self.valid.sum())
 
 
+class Helping(Protocol):
+    """Workers that compute features for each other: see execution/helping.py."""
+
+    def features(self, t: int) -> Tensor:
+        """Of the observations in slot t of the rollout."""
+        ...
+
+    def finish(self, index: int) -> None:
+        """Rollout number `index` needs no more of them."""
+        ...
+
+
 class Collector:
     """Steps its environments with the model and keeps the open episodes between rollouts."""
 
@@ -81,6 +93,7 @@ class Collector:
         self.env, self.model = env, model
         self.n_steps, self.env_ids, self.seed, self.device, self.clock = n_steps, env_ids, seed, device, clock
         self.rollout = Rollout.allocate(n_steps, env)
+        self.helping: Helping | None = None
         self.observations = env.reset()
         self.just_ended = np.zeros(env.num_envs, dtype=np.bool_)
         self.episode_rewards = np.zeros(env.num_envs)
@@ -94,6 +107,8 @@ class Collector:
             with self.clock.phase("inference"):
                 _, last_values = self.model(rollout.last_observations.to(self.device))
                 rollout.last_values.copy_(last_values)
+        if self.helping is not None:
+            self.helping.finish(index)
         return rollout
 
     @torch.inference_mode()
@@ -108,7 +123,7 @@ class Collector:
             with self.clock.phase("inference"):
                 observations = torch.from_numpy(self.observations)
                 rollout.observations[t] = observations
-                logits, values = self.model(observations.to(self.device))
+                logits, values = self._evaluate(t, observations)
                 actions = sample(logits, noise[t].to(self.device))
                 log_probs = logits.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
                 rollout.actions[t], rollout.log_probs[t], rollout.values[t] = actions, log_probs, values
@@ -122,6 +137,12 @@ class Collector:
             self._count(step.rewards, step.terminated | step.truncated)
         rollout.last_observations.copy_(torch.from_numpy(self.observations))
         return rollout
+
+    def _evaluate(self, t: int, observations: Tensor) -> tuple[Tensor, Tensor]:
+        if self.helping is not None:
+            return self.model.heads(self.helping.features(t))
+        logits, values = self.model(observations.to(self.device))
+        return logits, values
 
     def _noise(self, index: int) -> Tensor:
         """Gumbel noise [T, N, A], drawn per environment so that the split over workers does not change it."""

@@ -171,13 +171,15 @@ def test_work_to_share_is_set_apart_without_losing_a_row(sizes, fraction):
     assert len(pieces) <= 50
     assert all(len(keep) >= (1 - fraction) * size for keep, size in zip(kept, sizes, strict=True))
     lengths = [len(piece) for piece in pieces]
-    assert lengths[: len(lengths) // 3] == sorted(lengths[: len(lengths) // 3], reverse=True)
+    assert lengths == sorted(lengths, reverse=True)
     assert bool(pieces) == (sum(int(fraction * size) for size in sizes) >= 4 * len(sizes))
 
 
-def test_the_last_pieces_of_shared_work_are_small_and_there_is_one_for_each_worker():
-    _, pieces = set_apart(list(torch.arange(2048).view(16, 128)), 0.25, max_pieces=50)
-    assert [len(piece) for piece in pieces] == [16] * 24 + [8] * 8 + [4] * 16
+def test_pieces_of_shared_work_become_smaller_and_every_size_is_there_for_each_worker():
+    _, pieces = set_apart(list(torch.arange(2048).view(16, 128)), 0.5, max_pieces=80)
+    assert [len(piece) for piece in pieces] == [32] * 16 + [16] * 16 + [8] * 16 + [4] * 32
+    _, pieces = set_apart(list(torch.arange(2048).view(16, 128)), 0.5, max_pieces=64)
+    assert [len(piece) for piece in pieces] == [32] * 16 + [16] * 16 + [8] * 32, "no smaller ones: they would be many"
     assert set_apart(list(torch.arange(2048).view(64, 32)), 0.25, max_pieces=50)[1] == [], "one each is not to be had"
 
 

@@ -74,7 +74,7 @@ def test_what_there_is_to_choose_from(big_machine):
         ("bfloat16", "native"), ("bfloat16", "torch"), ("float32", "torch"),
     }  # fmt: skip
     assert {s.micro_batch for s in settings if s.layout.threads == 1} == {32, 64, 128}
-    assert {s.balance for s in settings} == {None, 0.0, 0.25, 0.4}
+    assert {s.balance for s in settings} == {None, 0.0, 0.25, 0.5}
     assert all(s.layout.threads == 1 for s in settings if s.engine == "native")
     fewer = make("ppo_procgen_paper", hardware__precision="float32").settings
     assert {s.precision for s in fewer} == {"float32"}, "a precision in the file is a decision"

@@ -6,6 +6,7 @@ else here depends on how many there are.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,10 +153,7 @@ class OnPolicyLearner:
         if learner.hidden is not None:
             learner.hidden.begin(num_samples)
         learner.zero_grad()
-        place = places[self.rank]
-        for piece in rows[self.rank].split(self.micro_batch) if len(rows[self.rank]) else ():
-            self._accumulate(batch, piece, place, moments, losses)
-            place += len(piece)
+        self._accumulate(batch, rows[self.rank], places[self.rank], moments, losses)
         learner.stats[-1] = float(interrupted)
         if sharing is not None and shared:
             for number in sharing.take():
@@ -169,7 +167,13 @@ class OnPolicyLearner:
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
     def _accumulate(self, batch: Batch, rows: Tensor, place: int, moments: Moments, losses: LossFunction) -> None:
-        """Add the gradient and the statistics of a piece of the minibatch; masked samples weigh nothing."""
+        """Add the gradient and the statistics of a part of the minibatch, which has its place in it."""
+        for piece in rows.split(self.micro_batch) if len(rows) else ():
+            self._pass(batch, piece, place, moments, losses)
+            place += len(piece)
+
+    def _pass(self, batch: Batch, rows: Tensor, place: int, moments: Moments, losses: LossFunction) -> None:
+        """The same of as many samples as fit into the cache; masked samples weigh nothing."""
         if self.learner.hidden is not None:
             self.learner.hidden.place(place, len(rows))
         observations, rows = batch.observations.index_select(0, rows).to(self.device), rows.to(self.device)
@@ -211,21 +215,32 @@ class OnPolicyLearner:
 
 
 def set_apart(rows: Rows, fraction: float, max_pieces: int) -> tuple[Rows, list[Tensor]]:
-    """(what each worker keeps, pieces for whoever is free): of each worker's rows the last ones, large pieces first.
-
-    Large pieces cost less; small ones at the end let all workers finish together. As many samples are left for each
-    size as keep everybody busy while the last of the size before is computed.
-    """
+    """(what each worker keeps, pieces for whoever is free): of each worker's rows the last ones, large pieces first."""
     kept = [own[: len(own) - int(fraction * len(own))] for own in rows]
     rest = torch.cat([own[len(keep) :] for own, keep in zip(rows, kept, strict=True)])
-    workers, count = len(rows), len(rest)
-    if count < SMALLEST_PIECE * workers or max_pieces < workers + 2:
-        return rows, []
-    size = max(SMALLEST_PIECE, -(-count // (4 * (max_pieces - workers - 1))))
-    smallest = count - min(count, size * workers)
-    small = smallest - min(smallest, size * workers)
-    pieces = [*rest[:small].split(4 * size), *rest[small:smallest].split(2 * size), *rest[smallest:].split(size)]
-    return kept, [piece for piece in pieces if len(piece)]
+    sizes = piece_sizes(len(rest), len(rows), max_pieces)
+    return (kept, list(rest.split(sizes))) if sizes else (rows, [])
+
+
+@functools.cache
+def piece_sizes(count: int, workers: int, max_pieces: int) -> list[int]:
+    """Half of the samples in a piece for each worker, then half of the rest, and so on ("factoring", Hummel, 1992).
+
+    Large pieces cost less; small ones at the end let all workers finish together, however fast each of them is.
+    """
+    if count < SMALLEST_PIECE * workers or max_pieces < workers:
+        return []
+    smallest = SMALLEST_PIECE
+    while True:
+        sizes, left = list[int](), count
+        while left:
+            size = max(smallest, -(-left // (2 * workers)))
+            some = min(left, size * workers)
+            sizes += [size] * (some // size) + [some % size] * (some % size > 0)
+            left -= some
+        if len(sizes) <= max_pieces:
+            return sizes
+        smallest *= 2
 
 
 def learning_rate(hyper: TrainingConfig, progress: float) -> float:

@@ -85,7 +85,7 @@ class Worker:
             clock=course.clock,
         )
         if sharing is not None:
-            collector.rollout = sharing.rollout()
+            collector.rollout, collector.helping = sharing.rollout(), sharing.helping(model, course.clock)
         return cls(config, model, algorithm, collector)
 
     def state(self) -> dict[str, Any]:

@@ -6,8 +6,6 @@ the whole sum back. Each adds in the order of the ranks, so the result is the sa
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,10 +15,8 @@ from torch import Tensor
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.timing import PhaseClock
-
-SPIN_SECONDS = 0.0005
-NAP_SECONDS = 0.00005
 
 
 class SharedMemoryReducer:
@@ -97,16 +93,10 @@ class SharedMemoryReducer:
             tensor.copy_(result)
 
     def _meet(self) -> None:
-        """Wait for everybody: yield the core for a moment, then nap. Equal work makes waits short."""
-        with self.clock.phase("waiting"):
-            self._meetings += 1
-            self._arrivals[self.rank] = self._meetings
-            give_up_spinning = time.perf_counter() + SPIN_SECONDS
-            while self._arrivals.min() < self._meetings:
-                if time.perf_counter() < give_up_spinning:
-                    os.sched_yield()
-                else:
-                    time.sleep(NAP_SECONDS)
+        """Wait for everybody."""
+        self._meetings += 1
+        self._arrivals[self.rank] = self._meetings
+        wait_until(lambda: bool(self._arrivals.min() >= self._meetings), self.clock)
 
 
 class GlooReducer:

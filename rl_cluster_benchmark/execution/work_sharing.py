@@ -2,16 +2,14 @@
 
 Cores differ: two threads share one, neighbours take some of its cache, laptops mix fast and slow ones. The workers'
 experience lies in shared memory, where any of them can read it. Each first computes on its own samples; the rest of the
-minibatch is cut into pieces that the workers draw like tickets. Every piece has a gradient of its own, and all are
-summed in a fixed order, so that the result does not depend on who computed what.
+minibatch is cut into pieces that whoever is free takes. Every piece has a gradient of its own, and all are summed in a
+fixed order, so that the result does not depend on who computed what.
 """
 
 from __future__ import annotations
 
-import multiprocessing.reduction
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,14 +17,18 @@ from torch import Tensor
 from rl_cluster_benchmark.algorithms.on_policy import Batch
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import hidden_gradient
+from rl_cluster_benchmark.execution.claims import Claims
+from rl_cluster_benchmark.execution.helping import Helping, SharedHelp
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
+from rl_cluster_benchmark.timing import PhaseClock
 
-PIECES_PER_WORKER, FEWEST_PIECES = 3, 24
+PIECES_PER_WORKER, FEWEST_PIECES = 5, 24
 STEP_FIELDS = {
     "actions": torch.int64,
     "log_probs": torch.float32,
@@ -41,42 +43,14 @@ TARGETS = ("weights", "advantages", "returns")  # that each worker finds for its
 
 def num_pieces(num_workers: int) -> int:
     """Into how many a minibatch's shared part is cut at most."""
-    return min(256, max(FEWEST_PIECES, PIECES_PER_WORKER * num_workers + 2))  # a ticket is a byte
-
-
-class Tickets:
-    """Numbers that processes draw, each once: the bytes in a pipe."""
-
-    def __init__(self) -> None:
-        self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def issue(self, count: int) -> None:
-        os.write(self._in, bytes(range(count)))
-
-    def draw(self) -> Iterator[int]:
-        while True:
-            try:
-                (ticket,) = os.read(self._out, 1)
-            except BlockingIOError:
-                return
-            yield ticket
-
-    def close(self) -> None:
-        os.close(self._out)
-        os.close(self._in)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"ends": [multiprocessing.reduction.DupFd(end) for end in (self._out, self._in)]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._out, self._in = (end.detach() for end in state["ends"])
+    return max(FEWEST_PIECES, PIECES_PER_WORKER * num_workers)
 
 
 class SharedWork:
-    """What the parent makes and hands to all workers: everyone's experience, and the tickets."""
+    """What the parent makes and hands to all workers: everyone's experience, and the pieces to take."""
 
     def __init__(self, task: Task, shards: Sequence[Sequence[int]], config: Config, plan: Plan) -> None:
-        self.shards, self.fraction, self.tickets = shards, plan.balance, Tickets()
+        self.shards, self.fraction, self.pieces = shards, plan.balance, Claims()
         n_steps = config.training.n_steps
         num_envs = sum(map(len, shards))
         steps = (n_steps, num_envs)
@@ -90,7 +64,9 @@ class SharedWork:
             }
         )
         self.hidden: SharedTensors | None = None
+        self.help: SharedHelp | None = None
         if plan.engine == "native" and task.hidden_shape is not None:
+            self.help = SharedHelp(len(shards), num_envs, width=task.hidden_shape[0])
             whole = n_steps * num_envs
             largest = min(config.batch_size, whole) if config.algorithm == "ppo" else whole
             self.hidden = hidden_gradient.allocate(task.hidden_shape, largest)
@@ -103,9 +79,10 @@ class WorkSharing:
         self.rank, self.fraction = rank, work.fraction
         self.env_ids: Sequence[int] = [env_id for shard in work.shards for env_id in shard]
         self.owners: Sequence[int] = [worker for worker, shard in enumerate(work.shards) for _ in shard]
-        self._experience, self._tickets, self._reduce = work.experience, work.tickets, reduce
-        first = self.owners.index(rank)
-        self._own = slice(first, first + len(work.shards[rank]))
+        self._experience, self._pieces, self._reduce = work.experience, work.pieces, reduce
+        *starts, _ = accumulate(map(len, work.shards), initial=0)
+        self._columns = [slice(start, start + len(shard)) for start, shard in zip(starts, work.shards, strict=True)]
+        self._own, self._help = self._columns[rank], work.help
         self.hidden: HiddenGradient | None = None
         if work.hidden is not None:
             self.hidden = reduce.hidden = HiddenGradient(work.hidden, rank, reduce.num_workers)
@@ -115,6 +92,11 @@ class WorkSharing:
         steps = {name: self._experience[name][:, self._own] for name in ("observations", *STEP_FIELDS)}
         last = {name: self._experience[name][self._own] for name in ("last_observations", "last_values")}
         return Rollout(**steps, **last)  # type: ignore[arg-type]
+
+    def helping(self, model: ActorCritic, clock: PhaseClock) -> Helping | None:
+        if self._help is None or model.native_trunk is None:
+            return None
+        return Helping(self._help, self.rank, self._columns, self._experience["observations"], model, clock)
 
     def batch(self, weights: Tensor, advantages: Tensor, returns: Tensor) -> Batch:
         """Everyone's samples. Those of the others may be read once they have all come to a reduction."""
@@ -131,7 +113,7 @@ class WorkSharing:
         """Say that there are so many pieces. One worker does it; one that comes too early for it only helps less."""
         self._reduce.used_spares = count
         if self.rank == 0 and count:
-            self._tickets.issue(count)
+            self._pieces.offer(range(count))
 
     def take(self) -> Iterator[int]:
-        return self._tickets.draw()
+        return iter(self._pieces.take, None)

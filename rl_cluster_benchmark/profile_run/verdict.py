@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.hardware import Machine
+from rl_cluster_benchmark.hardware import BALANCE, Machine
 from rl_cluster_benchmark.profile_run.attach import BACKWARD
 from rl_cluster_benchmark.profile_run.figures import Profile, mean_shares
 
@@ -122,7 +122,7 @@ def _less_communication(config: Config) -> str:
 
 
 def _more_even(config: Config) -> str:
-    shared = config.parallel.balance if config.parallel.balance is not None else 0.25
+    shared = config.parallel.balance if config.parallel.balance is not None else BALANCE
     return (
         f"Workers differ in speed or in work: more parallel.balance (now {shared:g}) lets fast ones take over, other "
         "programs on these cores should go, and environments should be a multiple of the workers. `rlcb tune` tries it."

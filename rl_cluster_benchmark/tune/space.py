@@ -161,7 +161,7 @@ class Space:
         return [{}] if is_small else [{}, {"micro-batch factor": 0.5}, {"micro-batch factor": 2}]
 
     def _balances(self) -> list[dict[str, Any]]:
-        shares = (0.0, 0.25, 0.4) if self._balances_work(self.config) else ()
+        shares = (0.0, 0.25, 0.5) if self._balances_work(self.config) else ()
         return [{}, *({"parallel.balance": share} for share in shares)]
 
     @staticmethod
