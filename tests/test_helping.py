@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
+from conftest import needs_native
 
 from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
 from rl_cluster_benchmark.execution.helping import ANSWERED, FINISHED, IS_HELPED, Helping, SharedHelp
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.timing import PhaseClock
-from tests.conftest import needs_native
 
 STEPS, SHARDS = 6, (slice(0, 3), slice(3, 5), slice(5, 6))
 

@@ -170,9 +170,13 @@ def test_the_network_in_c_has_the_same_gradient_in_any_number_of_workers(tmp_pat
         torch.testing.assert_close(moments[1][name].sqrt(), expected.sqrt(), rtol=1e-2, atol=1e-6, msg=name)
 
 
-def test_shared_work_gives_the_same_numbers_whoever_does_it(start, tmp_path):
+@pytest.mark.parametrize(
+    "game", ["Catch-v0", pytest.param("coinrun", marks=[needs_native, pytest.mark.long])], ids=["in torch", "in C"]
+)
+def test_shared_work_gives_the_same_numbers_whoever_does_it(game, start, tmp_path):
     """One of two runs with the same seed has a worker that is stopped again and again."""
-    flags = ("--set", "parallel.balance=0.5", "--set", "training.n_epochs=20")
+    epochs = 20 if game == "Catch-v0" else 1
+    flags = ("--env", game, "--set", "parallel.balance=0.5", "--set", f"training.n_epochs={epochs}")
     done = train(tmp_path / "even", *flags, timesteps=3000)
     assert done.returncode == 0, done.stderr
     process = start(tmp_path / "uneven", *flags, "--total-timesteps", 3000)
