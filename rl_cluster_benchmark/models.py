@@ -7,7 +7,8 @@ byte is moved on the way in.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.kernels.network import NativeTrunk, make_trunk
 from rl_cluster_benchmark.kernels.pooling import max_pool
 
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 NATURE_CONVS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # output channels, kernel, stride
 
 
@@ -55,6 +57,14 @@ class ActorCritic(nn.Module):
 
     def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
         return self.policy_head(features), self.value_head(features).squeeze(-1)
+
+    def pass_through(self, observations: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """For training: the features, and what takes their gradient back and adds to that of the parameters."""
+        if self.native_trunk is not None:
+            return self.native_trunk.pass_through(observations)
+        with torch.enable_grad():
+            features = self.features(observations)
+        return features.detach(), features.backward
 
     def features(self, observations: Tensor) -> Tensor:
         if self.native_trunk is not None:
@@ -196,7 +206,7 @@ def make_model(
     return model
 
 
-def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Linear | nn.Conv2d:
+def _orthogonal(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)

@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_the_losses(clip_value_loss):
     expected = learner.grad.clone()
     learner.zero_grad()
     now = Pass(model, observations, actions)
-    losses, slopes = ppo.losses(now, Samples(old_log_probs, old_values, advantages, returns))
+    losses, slopes = ppo.objective.losses(now, Samples(old_log_probs, old_values, advantages, returns))
     assert 0.2 < float(losses.clipped.mean()) < 0.8
     now.backward(weight * slopes.log_probs, 0.5 * weight * slopes.values, -0.01 * weight)
     torch.testing.assert_close(learner.grad, expected, atol=1e-5, rtol=1e-4)

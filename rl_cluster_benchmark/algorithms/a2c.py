@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Samples
+from rl_cluster_benchmark.algorithms.on_policy import Losses, Objective, OnPolicyLearner, Samples
 from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config
@@ -31,6 +31,9 @@ def a2c_losses(now: Pass, samples: Samples) -> tuple[Losses, Slopes]:
     return losses, Slopes(-samples.advantages, error)
 
 
+OBJECTIVE = Objective(a2c_losses, clip_range=None, clip_value_loss=False)
+
+
 class A2C:
     def __init__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
@@ -48,6 +51,6 @@ class A2C:
         batch = self.on_policy.prepare(rollout)
         rows = self.on_policy.by_worker(np.arange(len(batch.valid)))
         (moments,) = self.on_policy.moments(batch, [rows])
-        step, _ = self.on_policy.step(batch, rows, moments, a2c_losses, learning_rate, interrupted=False)
+        step, _ = self.on_policy.step(batch, rows, moments, OBJECTIVE, learning_rate, interrupted=False)
         explained_variance = self.on_policy.explained_variance(batch)
         return step | {"explained_variance": explained_variance, "learning_rate": learning_rate}

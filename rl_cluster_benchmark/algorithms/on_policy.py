@@ -27,6 +27,7 @@ from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
 from rl_cluster_benchmark.config import Config, TrainingConfig
+from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 
@@ -77,7 +78,14 @@ class Samples(NamedTuple):
 Rows = list[Tensor]
 """Of a minibatch: the rows of each worker that can see the batch."""
 
-LossFunction = Callable[[Pass, Samples], tuple[Losses, Slopes]]
+
+@dataclass(frozen=True)
+class Objective:
+    """What a sample costs: in torch, and the same for the code in C."""
+
+    losses: Callable[[Pass, Samples], tuple[Losses, Slopes]]
+    clip_range: float | None  # of PPO; None for the plain policy gradient
+    clip_value_loss: bool
 
 
 class OnPolicyLearner:
@@ -91,6 +99,7 @@ class OnPolicyLearner:
         self.env_ids = np.asarray(sharing.env_ids if sharing else env_ids)  # of the batch's columns
         self.owners = np.asarray(sharing.owners if sharing else [0] * len(env_ids))
         self.device = torch.device(config.hardware.device)
+        self._in_c = heads.suit(model.policy_head, self.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
         self.learner = Learner(
             model,
@@ -139,7 +148,7 @@ class OnPolicyLearner:
         batch: Batch,
         rows: Rows,
         moments: Moments,
-        losses: LossFunction,
+        objective: Objective,
         learning_rate: float,
         interrupted: bool,
     ) -> tuple[dict[str, float], bool]:
@@ -153,43 +162,55 @@ class OnPolicyLearner:
         if learner.hidden is not None:
             learner.hidden.begin(num_samples)
         learner.zero_grad()
-        self._accumulate(batch, rows[self.rank], places[self.rank], moments, losses)
+        self._accumulate(batch, rows[self.rank], places[self.rank], moments, objective)
         learner.stats[-1] = float(interrupted)
         if sharing is not None and shared:
             for number in sharing.take():
                 learner.write_to(1 + number)
                 learner.zero_grad()
-                self._accumulate(batch, shared[number], places[len(rows) + number], moments, losses)
+                self._accumulate(batch, shared[number], places[len(rows) + number], moments, objective)
             learner.write_to(0)
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
         grad_norm = learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
-    def _accumulate(self, batch: Batch, rows: Tensor, place: int, moments: Moments, losses: LossFunction) -> None:
+    def _accumulate(self, batch: Batch, rows: Tensor, place: int, moments: Moments, objective: Objective) -> None:
         """Add the gradient and the statistics of a part of the minibatch, which has its place in it."""
         for piece in rows.split(self.micro_batch) if len(rows) else ():
-            self._pass(batch, piece, place, moments, losses)
+            self._pass(batch, piece, place, moments, objective)
             place += len(piece)
 
-    def _pass(self, batch: Batch, rows: Tensor, place: int, moments: Moments, losses: LossFunction) -> None:
+    @torch.no_grad()
+    def _pass(self, batch: Batch, rows: Tensor, place: int, moments: Moments, objective: Objective) -> None:
         """The same of as many samples as fit into the cache; masked samples weigh nothing."""
         if self.learner.hidden is not None:
             self.learner.hidden.place(place, len(rows))
-        observations, rows = batch.observations.index_select(0, rows).to(self.device), rows.to(self.device)
-        now = Pass(self.model, observations, batch.actions[rows])
-        advantages = batch.advantages[rows]
+        observations = batch.observations.index_select(0, rows).to(self.device)
+        mean, scale = 0.0, 1.0  # of advantages
         if self.hyper.normalize_advantage:
-            advantages = (advantages - moments.advantage_mean) / (moments.advantage_std + 1e-8)
+            mean, scale = moments.advantage_mean, moments.advantage_std + 1e-8
+        if self._in_c:
+            features, back = self.model.pass_through(observations)
+            coefficients = (objective.clip_value_loss, self.hyper.vf_coef, self.hyper.ent_coef)
+            clip_range = -1.0 if objective.clip_range is None else objective.clip_range
+            in_c = heads.Objective(mean, scale, moments.num_samples, clip_range, *coefficients)
+            targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
+            policy, value = self.model.policy_head, self.model.value_head
+            back(heads.run(policy, value, features, rows, targets, in_c, self.learner.stats))
+            return
+        rows = rows.to(self.device)
+        now = Pass(self.model, observations, batch.actions[rows])
+        advantages = (batch.advantages[rows] - mean) / scale
         samples = Samples(batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows])
-        result, slopes = losses(now, samples)
+        losses, slopes = objective.losses(now, samples)
         weight = batch.valid[rows] / moments.num_samples
         now.backward(
             log_probs=weight * slopes.log_probs,
             values=self.hyper.vf_coef * weight * slopes.values,
             entropy=-self.hyper.ent_coef * weight,
         )
-        self.learner.stats[:-1] += torch.stack(result) @ weight
+        self.learner.stats[:-1] += torch.stack(losses) @ weight
 
     def learning_rate(self, progress: float) -> float:
         return learning_rate(self.hyper, progress)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from rl_cluster_benchmark.algorithms.bad_numbers import mean_of
-from rl_cluster_benchmark.algorithms.on_policy import Losses, OnPolicyLearner, Rows, Samples
+from rl_cluster_benchmark.algorithms.on_policy import Losses, Objective, OnPolicyLearner, Rows, Samples
 from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config
@@ -55,11 +57,9 @@ class PPO:
         self.on_policy = OnPolicyLearner(
             config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce, sharing=sharing
         )
+        clipping: dict[str, Any] = {"clip_range": self.hyper.clip_range, "clip_value_loss": self.hyper.clip_value_loss}
+        self.objective = Objective(partial(ppo_losses, **clipping), **clipping)
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
-
-    def losses(self, now: Pass, samples: Samples) -> tuple[Losses, Slopes]:
-        hyper = self.hyper
-        return ppo_losses(now, samples, clip_range=hyper.clip_range, clip_value_loss=hyper.clip_value_loss)
 
     def update(
         self, rollout: Rollout, *, index: int, progress: float, interrupted: Callable[[], bool]
@@ -75,7 +75,9 @@ class PPO:
         steps, stop = [], False
         for epoch in epochs:
             for rows in epoch:
-                step, stop = self.on_policy.step(batch, rows, next(moments), self.losses, learning_rate, interrupted())
+                step, stop = self.on_policy.step(
+                    batch, rows, next(moments), self.objective, learning_rate, interrupted()
+                )
                 steps.append(step)
                 if stop:
                     break

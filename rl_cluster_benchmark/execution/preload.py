@@ -29,8 +29,9 @@ def _load() -> None:
     from rl_cluster_benchmark.config import EnvConfig
     from rl_cluster_benchmark.envs import load_envpool, make_env
     from rl_cluster_benchmark.execution import loop  # noqa: F401
-    from rl_cluster_benchmark.kernels import network, pooling
+    from rl_cluster_benchmark.kernels import heads, network, pooling
 
+    heads.available()
     pooling.available()
     for architecture in network.SOURCES:
         network.available(architecture)

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,13 +64,19 @@ class NativeTrunk:
     def __call__(self, observations: Tensor) -> Tensor:
         """uint8 [B, H, W, 3] -> float32 [B, hidden_size]."""
         observations = observations.contiguous()
-        if self.stale:
-            self._pack()
         if torch.is_grad_enabled():
             return _Run.apply(observations, self, self._weights[0])
         return self.forward(observations, save=False)
 
+    def pass_through(self, observations: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """The same for training, without autograd: the features, and what takes their gradient back."""
+        observations = observations.contiguous()
+        out = self.forward(observations, save=True)
+        return out, partial(self.backward, observations, out, number=self._passes)
+
     def forward(self, observations: Tensor, *, save: bool) -> Tensor:
+        if self.stale:
+            self._pack()
         out = torch.empty(len(observations), self._width)
         self._passes += 1
         if not self._c_forward(self._network, _pointer(observations), len(observations), int(save), _pointer(out)):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from rl_cluster_benchmark import envs
-from rl_cluster_benchmark.kernels import network, pooling
+from rl_cluster_benchmark.kernels import heads, network, pooling
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.profile_run.attach import BACKWARD, FORWARD, INFERENCE
 
@@ -22,6 +23,7 @@ IN_C = (
     (network.NativeTrunk, "forward", "native network: forward"),
     (network.NativeTrunk, "backward", "native network: backward"),
     (network.NativeTrunk, "_pack", "native network: weights to bfloat16"),
+    (heads, "run", "C heads and losses"),
     (pooling, "_forward", "C max-pooling: forward"),
     (pooling, "_backward", "C max-pooling: backward"),
     (envs.EnvPoolEnv, "step", "EnvPool: step"),
@@ -34,13 +36,12 @@ class Passes:
         self.calls: dict[str, int] = {}
         self.samples = dict.fromkeys((INFERENCE, FORWARD, BACKWARD), 0)
         self.recording = False  # by torch's profiler
-        self._last_samples = 0
 
     def install(self) -> None:
         for place, function, name in IN_C:
             setattr(place, function, self._timed(name, getattr(place, function)))
-        ActorCritic.features = self._counted_forward(ActorCritic.features)  # type: ignore[method-assign]
-        torch.Tensor.backward = self._counted_backward(torch.Tensor.backward)  # type: ignore[method-assign]
+        ActorCritic.features = self._counted_inference(ActorCritic.features)  # type: ignore[method-assign]
+        ActorCritic.pass_through = self._counted_pass(ActorCritic.pass_through)  # type: ignore[method-assign]
 
     def state(self) -> dict[str, dict[str, float]]:
         return {"seconds": dict(self.seconds), "calls": dict(self.calls), "samples": dict(self.samples)}
@@ -58,28 +59,28 @@ class Passes:
 
         return timed
 
-    def _counted_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(model: ActorCritic, observations: torch.Tensor) -> Any:
-            kind = FORWARD if torch.is_grad_enabled() else INFERENCE
-            started = time.perf_counter()
-            result = function(model, observations)
-            self._add(kind, time.perf_counter() - started)
-            self.samples[kind] += len(observations)
-            if kind == FORWARD:
-                self._last_samples = len(observations)
-            return result
+    def _counted_inference(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def features(model: ActorCritic, observations: torch.Tensor) -> Any:
+            if torch.is_grad_enabled():  # of a training pass
+                return function(model, observations)
+            return self._counted(INFERENCE, len(observations), function, model, observations)
 
-        return forward
+        return features
 
-    def _counted_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            result = function(*args, **kwargs)
-            self._add(BACKWARD, time.perf_counter() - started)
-            self.samples[BACKWARD] += self._last_samples
-            return result
+    def _counted_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def pass_through(model: ActorCritic, observations: torch.Tensor) -> Any:
+            count = len(observations)
+            features, back = self._counted(FORWARD, count, function, model, observations)
+            return features, partial(self._counted, BACKWARD, count, back)
 
-        return backward
+        return pass_through
+
+    def _counted(self, kind: str, samples: int, function: Callable[..., Any], *args: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*args)
+        self._add(kind, time.perf_counter() - started)
+        self.samples[kind] += samples
+        return result
 
     def _add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds

@@ -1,0 +1,106 @@
+/* What lies behind the features in a training pass of PPO and A2C: the policy head and the value head, the losses of each
+ * sample, and the way back to the features.
+ *
+ * In torch these are some sixty small operations. Between two passes of the network, which have pushed everything else out
+ * of the cache, they take as long as the network takes for one or two images; here they take microseconds.
+ *
+ * The formulas are those of algorithms/ppo.py, a2c.py and passes.py. Everything is float32; weights are [outputs, features].
+ */
+#include <math.h>
+#include <stdint.h>
+
+#define MAX_ACTIONS 256
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+    float advantage_mean, advantage_scale; /* advantages are normalised by these */
+    float num_samples;                     /* in the minibatch */
+    float clip_range;                      /* of PPO; negative for A2C's plain policy gradient */
+    int32_t clip_values;
+    float value_coefficient, entropy_coefficient;
+} Objective;
+
+typedef struct {
+    float loss, slope;
+} Sloped;
+
+INLINE float dot(long count, const float *a, const float *b) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < count; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+INLINE void add_scaled(long count, float scale, const float *from, float *to) {
+#pragma omp simd
+    for (long i = 0; i < count; i++) to[i] += scale * from[i];
+}
+
+/* NaN stays NaN in both. */
+INLINE float larger(float a, float b) { return a > b || a != a ? a : b; }
+
+INLINE float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+
+INLINE Sloped policy_loss(const Objective *to, float advantage, float log_prob, float ratio) {
+    if (to->clip_range < 0) return (Sloped){-advantage * log_prob, -advantage};
+    const float loss = -advantage * ratio, clipped = -advantage * clamp(ratio, 1 - to->clip_range, 1 + to->clip_range);
+    return (Sloped){larger(loss, clipped), clipped > loss ? 0 : loss}; /* the slope along log_prob is the loss itself */
+}
+
+INLINE Sloped value_loss(const Objective *to, float value, float old_value, float target) {
+    const float error = value - target, loss = error * error;
+    if (to->clip_range < 0 || !to->clip_values) return (Sloped){0.5f * loss, error};
+    const float change = value - old_value;
+    const float near = old_value + clamp(change, -to->clip_range, to->clip_range) - target, clipped = near * near;
+    const int is_flat = clipped > loss && fabsf(change) > to->clip_range; /* within the range they differ by rounding */
+    return (Sloped){0.5f * larger(loss, clipped), is_flat ? 0 : error};
+}
+
+/* For the samples of the batch at `rows`, with these features: add to the gradients of the heads and to the five statistics,
+ * write the gradient of the features. */
+void heads_pass(long count, long width, long num_actions, const Objective *to, const int64_t *rows, const float *features,
+                const int64_t *actions, const float *log_probs, const float *values, const float *advantages,
+                const float *returns, const float *valid, const float *policy_weight, const float *policy_bias,
+                const float *value_weight, const float *value_bias, float *policy_weight_gradient,
+                float *policy_bias_gradient, float *value_weight_gradient, float *value_bias_gradient, float *statistics,
+                float *features_gradient) {
+    float log_policy[MAX_ACTIONS], policy[MAX_ACTIONS];
+    for (long i = 0; i < count; i++) {
+        const long row = rows[i];
+        const float *x = features + i * width, weight = valid[row] / to->num_samples;
+        float *gradient = features_gradient + i * width, largest = -INFINITY, total = 0, entropy = 0;
+        for (long j = 0; j < num_actions; j++) {
+            log_policy[j] = dot(width, x, policy_weight + j * width) + policy_bias[j];
+            largest = larger(largest, log_policy[j]);
+        }
+        for (long j = 0; j < num_actions; j++) total += policy[j] = expf(log_policy[j] - largest);
+        const float log_total = largest + logf(total);
+        for (long j = 0; j < num_actions; j++) {
+            log_policy[j] -= log_total, policy[j] /= total;
+            entropy -= policy[j] * log_policy[j];
+        }
+        const float log_prob = log_policy[actions[row]], value = dot(width, x, value_weight) + value_bias[0];
+        const float log_ratio = log_prob - log_probs[row], ratio = expf(log_ratio);
+        const float advantage = (advantages[row] - to->advantage_mean) / to->advantage_scale;
+        const Sloped of_policy = policy_loss(to, advantage, log_prob, ratio), of_value = value_loss(to, value, values[row], returns[row]);
+        const float along_log_prob = weight * of_policy.slope, along_value = to->value_coefficient * weight * of_value.slope;
+        const float along_entropy = -to->entropy_coefficient * weight;
+
+        for (long k = 0; k < width; k++) gradient[k] = along_value * value_weight[k];
+        add_scaled(width, along_value, x, value_weight_gradient);
+        value_bias_gradient[0] += along_value;
+        /* With p the policy and H its entropy, d log p_a / d logit_j = [a = j] - p_j, d H / d logit_j = -p_j (log p_j + H). */
+        for (long j = 0; j < num_actions; j++) {
+            float slope = -policy[j] * (along_log_prob + along_entropy * (log_policy[j] + entropy));
+            if (j == actions[row]) slope += along_log_prob;
+            add_scaled(width, slope, policy_weight + j * width, gradient);
+            add_scaled(width, slope, x, policy_weight_gradient + j * width);
+            policy_bias_gradient[j] += slope;
+        }
+        statistics[0] += weight * of_policy.loss;
+        statistics[1] += weight * of_value.loss;
+        statistics[2] += weight * entropy;
+        statistics[3] += weight * (ratio - 1 - log_ratio);
+        statistics[4] += to->clip_range >= 0 && fabsf(ratio - 1) > to->clip_range ? weight : 0;
+    }
+}
