@@ -58,10 +58,14 @@ class ActorCritic(nn.Module):
     def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
         return self.policy_head(features), self.value_head(features).squeeze(-1)
 
-    def pass_through(self, observations: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """For training: the features, and what takes their gradient back and adds to that of the parameters."""
+    def pass_through(self, observations: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """For training: the features of all observations, or of some rows of them; and what takes their gradient back
+        and adds to that of the parameters.
+        """
         if self.native_trunk is not None:
-            return self.native_trunk.pass_through(observations)
+            return self.native_trunk.pass_through(observations, rows)
+        if rows is not None:
+            observations = observations.index_select(0, rows)
         with torch.enable_grad():
             features = self.features(observations)
         return features.detach(), features.backward

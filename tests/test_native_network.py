@@ -298,3 +298,19 @@ def test_without_a_compiler_torch_pools(tmp_path):
     env = environment() | {"CC": "/nowhere/cc", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
+
+
+@needs_native
+@pytest.mark.parametrize("architecture", ["impala", "nature"])
+def test_rows_of_many_observations_are_read_where_they_lie(architecture):
+    model = build_model(architecture)
+    observations, rows = images(20), torch.tensor([7, 0, 19, 7, 3])
+    found = []
+    for some in ((observations, rows), (observations[rows],)):
+        model.zero_grad()
+        features, back = model.pass_through(*some)
+        back(torch.linspace(-1, 1, features.numel()).view_as(features))
+        found.append([features, *(parameter.grad for parameter in model.trunk.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert theirs.any()
+        assert torch.equal(ours, theirs)

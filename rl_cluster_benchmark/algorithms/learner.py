@@ -39,6 +39,7 @@ class Learner:
         self.grad = self._summed[:size]
         move_parameters(model, self.flat)
         self._vectors = [self._summed, *(sharing.vectors(size + num_stats) if sharing else ())]
+        self._parameters = list(model.parameters())  # to walk over a model takes as long as a sample
         self._views = [list(views(model, vector[:size]).values()) for vector in self._vectors]
         self.hidden = sharing.hidden if sharing and model.native_trunk else None
         self._left_out = slice(0, 0)  # of the gradient: passes do not write there
@@ -57,7 +58,7 @@ class Learner:
         """Let backward passes add to this worker's own gradient, 0, or to that of piece index - 1 of shared work."""
         self._current = self._vectors[index]
         self.stats = self._current[len(self.grad) :]
-        for parameter, view in zip(self.model.parameters(), self._views[index], strict=True):
+        for parameter, view in zip(self._parameters, self._views[index], strict=True):
             parameter.grad = view
 
     def zero_grad(self) -> None:

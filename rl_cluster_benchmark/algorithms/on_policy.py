@@ -186,12 +186,11 @@ class OnPolicyLearner:
         """The same of as many samples as fit into the cache; masked samples weigh nothing."""
         if self.learner.hidden is not None:
             self.learner.hidden.place(place, len(rows))
-        observations = batch.observations.index_select(0, rows).to(self.device)
         mean, scale = 0.0, 1.0  # of advantages
         if self.hyper.normalize_advantage:
             mean, scale = moments.advantage_mean, moments.advantage_std + 1e-8
         if self._in_c:
-            features, back = self.model.pass_through(observations)
+            features, back = self.model.pass_through(batch.observations, rows)
             coefficients = (objective.clip_value_loss, self.hyper.vf_coef, self.hyper.ent_coef)
             clip_range = -1.0 if objective.clip_range is None else objective.clip_range
             in_c = heads.Objective(mean, scale, moments.num_samples, clip_range, *coefficients)
@@ -199,7 +198,7 @@ class OnPolicyLearner:
             policy, value = self.model.policy_head, self.model.value_head
             back(heads.run(policy, value, features, rows, targets, in_c, self.learner.stats))
             return
-        rows = rows.to(self.device)
+        observations, rows = batch.observations.index_select(0, rows).to(self.device), rows.to(self.device)
         now = Pass(self.model, observations, batch.actions[rows])
         advantages = (batch.advantages[rows] - mean) / scale
         samples = Samples(batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows])

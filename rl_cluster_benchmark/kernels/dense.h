@@ -22,6 +22,15 @@ typedef struct {
     bf16 *inputs, *slopes; /* [samples][features], [samples][width] */
 } Rows;
 
+/* The observations of a pass: some rows of many, or, without rows, all from the first on. */
+typedef struct {
+    const uint8_t *first;
+    const int64_t *rows;
+    long size; /* of one, in bytes */
+} Images;
+
+INLINE const uint8_t *image(Images images, long i) { return images.first + (images.rows ? images.rows[i] : i) * images.size; }
+
 INLINE long round_up(long value, long unit) { return (value + unit - 1) / unit * unit; }
 
 static void *allocate(long bytes) {

@@ -296,10 +296,10 @@ static void add_first_gradient(const float *sums, float *weights) {
 
 /* ---- A group of samples ------------------------------------------------------------------------------------------- */
 
-static void run_group(Nature *net, const uint8_t *observations, int count, bf16 *first, bf16 *second, bf16 *features) {
+static void run_group(Nature *net, Images images, long start, int count, bf16 *first, bf16 *second, bf16 *features) {
     for (int s = 0; s < count; s++) {
         bf16 *out = first + (long)s * SIZE1 * OUT1;
-        scale_pixels(observations + (long)s * 64 * LINE, net->pixels);
+        scale_pixels(image(images, start + s), net->pixels);
         multiply_all(RELU, (Left){net->pixels, SIZE1 / 16, 8, PAIRS1, .stride = 12, .block_step = 4 * LINE, .run_step = LINE},
                      net->forward[0], OUT1, (Ends){out, .bias = net->bias[0]});
         gather(WINDOW2, out, net->patches + (long)s * SIZE2 * PATCH2);
@@ -312,7 +312,7 @@ static void run_group(Nature *net, const uint8_t *observations, int count, bf16 
                  net->forward[2], OUT3, (Ends){features, .bias = net->bias[2]});
 }
 
-static void return_group(Nature *net, const uint8_t *observations, int count, const bf16 *first, const bf16 *second,
+static void return_group(Nature *net, Images images, long start, int count, const bf16 *first, const bf16 *second,
                          const bf16 *grad, const Gradient *gradients) {
     weight_gradient(net, WINDOW3, second, SIZE2 * OUT2, count, grad, gradients[2]);
     frame(grad, count, 4, 2 * 8 + 2, FRAMED3, net->framed3);
@@ -327,7 +327,7 @@ static void return_group(Nature *net, const uint8_t *observations, int count, co
     multiply_all(TO_FIRST, (Left){net->framed2, blocks, 2, 2 * OUT2 / 2, .stride = OUT2, .block_step = 16 * OUT2, .run_step = 8 * OUT2},
                  net->backward[1], 4 * OUT1, (Ends){net->grad_first, .mask = first});
     for (int s = 0; s < count; s++) {
-        scale_pixels(observations + (long)s * 64 * LINE, net->pixels);
+        scale_pixels(image(images, start + s), net->pixels);
         first_weight_gradient(net, net->grad_first + (long)s * SIZE1 * OUT1, gradients[0].bias);
     }
 }
@@ -424,7 +424,8 @@ static int reserve(Nature *net, int batch) {
 }
 
 /* out[batch][hidden]. Saves what nature_backward needs if asked to; returns 0 if there is no memory. */
-int nature_forward(Nature *net, const uint8_t *observations, int batch, int save, float *out) {
+int nature_forward(Nature *net, const uint8_t *observations, const int64_t *rows, int batch, int save, float *out) {
+    const Images images = {observations, rows, 64L * LINE};
     const int chunk = save ? batch : 32;
     if (!reserve(net, smaller(batch, chunk))) return 0;
     tiles_begin();
@@ -432,7 +433,7 @@ int nature_forward(Nature *net, const uint8_t *observations, int batch, int save
         const int count = smaller(chunk, batch - start);
         for (int s = 0; s < count; s += GROUP) {
             const long place = save ? s : 0; /* without saving, every group uses the same one */
-            run_group(net, observations + (start + s) * 64L * LINE, smaller(GROUP, count - s), net->first + place * SIZE1 * OUT1,
+            run_group(net, images, start + s, smaller(GROUP, count - s), net->first + place * SIZE1 * OUT1,
                       net->second + place * SIZE2 * OUT2, net->hidden.inputs + (long)s * FEATURES);
         }
         dense_forward(&net->hidden, count, out + (long)start * net->hidden.width);
@@ -441,10 +442,11 @@ int nature_forward(Nature *net, const uint8_t *observations, int batch, int save
     return 1;
 }
 
-/* Add the gradients of the batch that was last saved. `out` is what nature_forward gave. With rows, those of the hidden
- * layer's weights are left out: nature_products makes them of the rows of many passes. */
-int nature_backward(Nature *net, const uint8_t *observations, int batch, const float *out, const float *grad_out,
-                    float *const *weights, float *const *biases, bf16 *row_inputs, bf16 *row_slopes) {
+/* Add the gradients of the batch that was last saved. `out` is what nature_forward gave. With row_inputs, those of
+ * the hidden layer's weights are left out: nature_products makes them of the rows of many passes. */
+int nature_backward(Nature *net, const uint8_t *observations, const int64_t *rows, int batch, const float *out,
+                    const float *grad_out, float *const *weights, float *const *biases, bf16 *row_inputs, bf16 *row_slopes) {
+    const Images images = {observations, rows, 64L * LINE};
     Gradient gradients[4];
     for (int i = 0; i < 4; i++) gradients[i] = (Gradient){weights[i], biases[i]};
     memset(net->first_gradient, 0, sizeof(float) * OUT1 * PATCH1);
@@ -452,7 +454,7 @@ int nature_backward(Nature *net, const uint8_t *observations, int batch, const f
     dense_backward(&net->hidden, out, grad_out, batch, gradients[3], (Rows){row_inputs, row_slopes});
     memset(net->hidden.grad_inputs + (long)batch * FEATURES, 0, sizeof(bf16) * (batch % 2) * FEATURES); /* a tile has two samples */
     for (int s = 0; s < batch; s += GROUP)
-        return_group(net, observations + s * 64L * LINE, smaller(GROUP, batch - s), net->first + (long)s * SIZE1 * OUT1,
+        return_group(net, images, s, smaller(GROUP, batch - s), net->first + (long)s * SIZE1 * OUT1,
                      net->second + (long)s * SIZE2 * OUT2, net->hidden.grad_inputs + (long)s * FEATURES, gradients);
     tiles_end();
     add_first_gradient(net->first_gradient, weights[0]);

@@ -558,15 +558,15 @@ static int reserve(Network *net, int batch) {
 }
 
 /* out[batch][hidden]. Saves what network_backward needs if asked to; returns 0 if there is no memory. */
-int network_forward(Network *net, const uint8_t *observations, int batch, int save, float *out) {
-    const long observation_size = 3L * net->height * net->width;
+int network_forward(Network *net, const uint8_t *observations, const int64_t *rows, int batch, int save, float *out) {
+    const Images images = {observations, rows, 3L * net->height * net->width};
     if (!reserve(net, save ? batch : smaller(batch, 32))) return 0;
     tiles_begin();
     const int chunk = save ? batch : 32; /* without saving, every sample uses the same place */
     for (int start = 0; start < batch; start += chunk) {
         const int count = smaller(chunk, batch - start);
         for (int b = 0; b < count; b++)
-            run_sample(net, observations + (start + b) * observation_size, net->saved + (save ? b : 0) * net->sample_size,
+            run_sample(net, image(images, start + b), net->saved + (save ? b : 0) * net->sample_size,
                        net->hidden.inputs + (long)b * net->hidden.features);
         dense_forward(&net->hidden, count, out + (long)start * net->hidden.width);
     }
@@ -574,10 +574,11 @@ int network_forward(Network *net, const uint8_t *observations, int batch, int sa
     return 1;
 }
 
-/* Add the gradients of the batch that was last saved. `out` is what network_forward gave. With rows, those of the hidden
- * layer's weights are left out: network_products makes them of the rows of many passes. */
-int network_backward(Network *net, const uint8_t *observations, int batch, const float *out, const float *grad_out,
-                      float *const *weights, float *const *biases, bf16 *row_inputs, bf16 *row_slopes) {
+/* Add the gradients of the batch that was last saved. `out` is what network_forward gave. With row_inputs, those of
+ * the hidden layer's weights are left out: network_products makes them of the rows of many passes. */
+int network_backward(Network *net, const uint8_t *observations, const int64_t *rows, int batch, const float *out,
+                     const float *grad_out, float *const *weights, float *const *biases, bf16 *row_inputs, bf16 *row_slopes) {
+    const Images images = {observations, rows, 3L * net->height * net->width};
     const int num_convs = net->num_stages * STAGE_CONVS, first_channels = net->stages[0].channels;
     Gradient gradients[MAX_STAGES * STAGE_CONVS + 1];
     for (int i = 0; i <= num_convs; i++) gradients[i] = (Gradient){weights[i], biases[i]};
@@ -585,7 +586,7 @@ int network_backward(Network *net, const uint8_t *observations, int batch, const
     tiles_begin();
     dense_backward(&net->hidden, out, grad_out, batch, gradients[num_convs], (Rows){row_inputs, row_slopes});
     for (int b = 0; b < batch; b++)
-        return_sample(net, observations + 3L * b * net->height * net->width, net->saved + b * net->sample_size,
+        return_sample(net, image(images, b), net->saved + b * net->sample_size,
                       net->hidden.grad_inputs + (long)b * net->hidden.features, gradients);
     tiles_end();
     for (int o = 0; o < first_channels; o++)

@@ -68,22 +68,25 @@ class NativeTrunk:
             return _Run.apply(observations, self, self._weights[0])
         return self.forward(observations, save=False)
 
-    def pass_through(self, observations: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """The same for training, without autograd: the features, and what takes their gradient back."""
+    def pass_through(self, observations: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """The same for training, without autograd: the features of all observations, or of some rows of them, which are
+        read where they lie; and what takes the features' gradient back.
+        """
         observations = observations.contiguous()
-        out = self.forward(observations, save=True)
-        return out, partial(self.backward, observations, out, number=self._passes)
+        out = self.forward(observations, rows, save=True)
+        return out, partial(self.backward, observations, rows, out, number=self._passes)
 
-    def forward(self, observations: Tensor, *, save: bool) -> Tensor:
+    def forward(self, observations: Tensor, rows: Tensor | None = None, *, save: bool) -> Tensor:
         if self.stale:
             self._pack()
-        out = torch.empty(len(observations), self._width)
+        count = len(observations) if rows is None else len(rows)
+        out = torch.empty(count, self._width)
         self._passes += 1
-        if not self._c_forward(self._network, _pointer(observations), len(observations), int(save), _pointer(out)):
+        if not self._c_forward(self._network, _pointer(observations), _pointer(rows), count, int(save), _pointer(out)):
             raise MemoryError("no memory for the activations of a pass; a smaller hardware.micro_batch needs less")
         return out
 
-    def backward(self, observations: Tensor, out: Tensor, grad: Tensor, number: int) -> None:
+    def backward(self, observations: Tensor, rows: Tensor | None, out: Tensor, grad: Tensor, number: int) -> None:
         if number != self._passes:
             raise RuntimeError("another forward pass came before the backward pass of this one")
         for parameter in (*self._weights, *self._biases):
@@ -92,7 +95,7 @@ class NativeTrunk:
         grad = grad.contiguous()
         gradients = ([parameter.grad for parameter in kind] for kind in (self._weights, self._biases))
         self._c_backward(
-            self._network, _pointer(observations), len(observations), _pointer(out), _pointer(grad),
+            self._network, _pointer(observations), _pointer(rows), len(out), _pointer(out), _pointer(grad),
             *map(_pointers, gradients), *(map(_pointer, self.rows) if self.rows else (None, None)),
         )  # fmt: skip
 
@@ -136,7 +139,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.trunk.backward(*ctx.saved_tensors, grad, ctx.number)
+        observations, out = ctx.saved_tensors
+        ctx.trunk.backward(observations, None, out, grad, ctx.number)
         return None, None, None
 
 
@@ -256,8 +260,8 @@ def _error(ours: Tensor | None, theirs: Tensor) -> float:
     return float((ours - theirs).detach().norm() / theirs.detach().norm())
 
 
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:

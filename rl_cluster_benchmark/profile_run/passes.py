@@ -68,9 +68,9 @@ class Passes:
         return features
 
     def _counted_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def pass_through(model: ActorCritic, observations: torch.Tensor) -> Any:
-            count = len(observations)
-            features, back = self._counted(FORWARD, count, function, model, observations)
+        def pass_through(model: ActorCritic, observations: torch.Tensor, rows: torch.Tensor | None = None) -> Any:
+            count = len(observations if rows is None else rows)
+            features, back = self._counted(FORWARD, count, function, model, observations, rows)
             return features, partial(self._counted, BACKWARD, count, back)
 
         return pass_through
