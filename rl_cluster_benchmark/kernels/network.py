@@ -201,12 +201,13 @@ def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
     grad = torch.randn(3, len(parameters[-1]), generator=generator)
     with torch.inference_mode(False), torch.enable_grad():  # wherever the first use happens to be
         expected = source.in_torch(parameters, observations)
-        expected_gradients = torch.autograd.grad(expected, parameters, grad)
-        out = trunk(observations)
-        out.backward(grad)
+        expected_gradients = torch.autograd.grad((expected * grad).sum(), parameters)
+        out, back = trunk.pass_through(observations)
+        back(grad)
         gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
         trunk.rows = Rows(*(torch.zeros(32, n, dtype=torch.bfloat16) for n in reversed(trunk.hidden_weights.shape)))
-        trunk(observations).backward(grad)
+        _, back = trunk.pass_through(observations)
+        back(grad)
         product = torch.zeros_like(trunk.hidden_weights)
         trunk.multiply(trunk.rows, 3, range(product.shape[1]), product)
     pairs = zip([*gradients, product], [*expected_gradients, expected_gradients[-2]], strict=True)
