@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.algorithms.on_policy import Samples
+from rl_cluster_benchmark.algorithms.on_policy import Batch, Moments, Samples
 from rl_cluster_benchmark.algorithms.optimizers import Adam
 from rl_cluster_benchmark.algorithms.passes import Pass
-from rl_cluster_benchmark.algorithms.ppo import ppo_losses
+from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
+from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.cli_arguments import positive
-from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
-from rl_cluster_benchmark.kernels import pooling
+from rl_cluster_benchmark.config import Config, HardwareConfig, ModelConfig
+from rl_cluster_benchmark.kernels import heads, pooling
 from rl_cluster_benchmark.kernels.network import Rows
 from rl_cluster_benchmark.models import ActorCritic, make_model
 
@@ -50,6 +51,9 @@ def cases() -> Iterator[Case]:
     yield from networks()
     yield from_features(64)
     yield from_features(4)
+    if heads.available():
+        yield whole_pass(64)
+        yield whole_pass(4)
     large = torch.randn(64, 16, 64, 64, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     yield (
         "max-pooling in C, 64 images of 64 x 64 x 16, forward",
@@ -108,18 +112,18 @@ def networks() -> Iterator[Case]:
 
 def from_features(count: int) -> Case:
     """From features to the losses and back, without the network."""
-    heads = ActorCritic(nn.Identity(), FEATURES, ACTIONS)
+    model = ActorCritic(nn.Identity(), FEATURES, ACTIONS)
     features = torch.randn(count, FEATURES, requires_grad=True)
     actions, weight = torch.randint(0, ACTIONS, (count,)), torch.full((count,), 1 / count)
     samples = Samples(*torch.randn(4, count))
 
     def written_out() -> None:
-        now = Pass(heads, features, actions)
+        now = Pass(model, features, actions)
         _, slopes = ppo_losses(now, samples, clip_range=0.2, clip_value_loss=True)
         now.backward(weight * slopes.log_probs, weight * slopes.values, -0.01 * weight)
 
     def by_autograd() -> None:
-        logits, values = heads(features)
+        logits, values = model(features)
         log_policy = logits.log_softmax(-1)
         log_probs = log_policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
         entropy = -(log_policy.exp() * log_policy).sum(-1)
@@ -130,6 +134,20 @@ def from_features(count: int) -> Case:
         (weight @ (policy + 0.5 * value - 0.01 * entropy)).backward()
 
     return f"PPO's gradient written out instead of autograd, {count} samples", written_out, by_autograd
+
+
+def whole_pass(count: int) -> Case:
+    """In C or in torch, what lies behind the network: after a pass of it nothing else is left in the cache."""
+    ppo = PPO(Config(), build(engine="native"), env_ids=range(4), micro_batch=64, reduce=Alone())
+    actions, floats = torch.randint(0, ACTIONS, (1024,)), torch.randn(4, 1024)
+    batch = Batch(images(1024), torch.ones(1024), actions, *floats)
+
+    def add(in_c: bool) -> None:
+        ppo.on_policy.in_c = in_c
+        ppo.on_policy.accumulate(batch, torch.randint(0, 1024, (count,)), 0, Moments(count, 0.0, 1.0), ppo.objective)
+
+    name = f"PPO's heads and losses in C instead of torch, a whole pass of {count}"
+    return name, lambda: add(True), lambda: add(False)
 
 
 def milliseconds(work: Callable[[], object]) -> float:

@@ -40,11 +40,11 @@ def experience(model):
 
 def gradient_and_stats(ppo, batch, objective, *, in_c):
     learner = ppo.on_policy
-    learner._in_c = in_c
+    learner.in_c = in_c
     learner.learner.zero_grad()
     learner.learner.stats.zero_()
     rows = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(2))[:200]
-    learner._accumulate(batch, rows, 0, Moments(180.0, 0.2, 1.7), objective)
+    learner.accumulate(batch, rows, 0, Moments(180.0, 0.2, 1.7), objective)
     return learner.learner.grad.clone(), learner.learner.stats.clone()
 
 
@@ -53,7 +53,7 @@ def gradient_and_stats(ppo, batch, objective, *, in_c):
 def test_gradient_and_statistics_are_those_of_the_formulas_in_torch(algorithm, normalize_advantage):
     clip_values = algorithm == "ppo"
     ppo = make(clip_value_loss=clip_values, normalize_advantage=normalize_advantage, vf_coef=0.7, ent_coef=0.3)
-    assert ppo.on_policy._in_c
+    assert ppo.on_policy.in_c
     batch = experience(ppo.on_policy.model)
     objective = A2C_OBJECTIVE if algorithm == "a2c" else ppo.objective
     expected, expected_stats = gradient_and_stats(ppo, batch, objective, in_c=False)

@@ -99,7 +99,7 @@ class OnPolicyLearner:
         self.env_ids = np.asarray(sharing.env_ids if sharing else env_ids)  # of the batch's columns
         self.owners = np.asarray(sharing.owners if sharing else [0] * len(env_ids))
         self.device = torch.device(config.hardware.device)
-        self._in_c = heads.suit(model.policy_head, self.device)
+        self.in_c = heads.suit(model.policy_head, self.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
         self.learner = Learner(
             model,
@@ -162,20 +162,20 @@ class OnPolicyLearner:
         if learner.hidden is not None:
             learner.hidden.begin(num_samples)
         learner.zero_grad()
-        self._accumulate(batch, rows[self.rank], places[self.rank], moments, objective)
+        self.accumulate(batch, rows[self.rank], places[self.rank], moments, objective)
         learner.stats[-1] = float(interrupted)
         if sharing is not None and shared:
             for number in sharing.take():
                 learner.write_to(1 + number)
                 learner.zero_grad()
-                self._accumulate(batch, shared[number], places[len(rows) + number], moments, objective)
+                self.accumulate(batch, shared[number], places[len(rows) + number], moments, objective)
             learner.write_to(0)
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
         grad_norm = learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
-    def _accumulate(self, batch: Batch, rows: Tensor, place: int, moments: Moments, objective: Objective) -> None:
+    def accumulate(self, batch: Batch, rows: Tensor, place: int, moments: Moments, objective: Objective) -> None:
         """Add the gradient and the statistics of a part of the minibatch, which has its place in it."""
         for piece in rows.split(self.micro_batch) if len(rows) else ():
             self._pass(batch, piece, place, moments, objective)
@@ -189,7 +189,7 @@ class OnPolicyLearner:
         mean, scale = 0.0, 1.0  # of advantages
         if self.hyper.normalize_advantage:
             mean, scale = moments.advantage_mean, moments.advantage_std + 1e-8
-        if self._in_c:
+        if self.in_c:
             features, back = self.model.pass_through(batch.observations, rows)
             coefficients = (objective.clip_value_loss, self.hyper.vf_coef, self.hyper.ent_coef)
             clip_range = -1.0 if objective.clip_range is None else objective.clip_range
