@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from statistics import median
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -144,7 +145,8 @@ def whole_pass(count: int) -> Case:
 
     def add(in_c: bool) -> None:
         ppo.on_policy.in_c = in_c
-        ppo.on_policy.accumulate(batch, torch.randint(0, 1024, (count,)), 0, Moments(count, 0.0, 1.0), ppo.objective)
+        rows = np.random.default_rng().integers(1024, size=count)
+        ppo.on_policy.accumulate(batch, rows, 0, Moments(count, 0.0, 1.0), ppo.objective)
 
     name = f"PPO's heads and losses in C instead of torch, a whole pass of {count}"
     return name, lambda: add(True), lambda: add(False)

@@ -8,7 +8,7 @@ import torch
 from conftest import ScriptedEnv, targets
 
 from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.on_policy import Batch, Samples, set_apart
+from rl_cluster_benchmark.algorithms.on_policy import Batch, Samples, divide
 from rl_cluster_benchmark.algorithms.optimizers import Adam, RMSprop
 from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
@@ -143,10 +143,10 @@ def test_minibatches_partition_the_rollout_and_draw_evenly_from_every_environmen
     ppo, _ = make()
     minibatches = [rows for (rows,) in ppo.minibatches(3, 1)]
     assert [len(rows) for rows in minibatches] == [32, 32, 32, 32]
-    assert sorted(torch.cat(minibatches).tolist()) == list(range(128))
+    assert sorted(np.concatenate(minibatches).tolist()) == list(range(128))
     for rows in minibatches:
-        assert torch.bincount(rows % 8).tolist() == [4] * 8
-    assert not torch.equal(minibatches[0], next(iter(ppo.minibatches(3, 2)))[0])
+        assert np.bincount(rows % 8).tolist() == [4] * 8
+    assert not np.array_equal(minibatches[0], next(iter(ppo.minibatches(3, 2)))[0])
 
 
 def test_minibatches_do_not_depend_on_the_number_of_workers():
@@ -165,22 +165,27 @@ def test_minibatches_do_not_depend_on_the_number_of_workers():
 @pytest.mark.parametrize("fraction", [0.25, 0.5])
 def test_work_to_share_is_set_apart_without_losing_a_row(sizes, fraction):
     ends = np.cumsum(sizes)
-    rows = [torch.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    kept, pieces = set_apart(rows, fraction, max_pieces=50)
-    assert sorted(torch.cat([*kept, *pieces]).tolist()) == list(range(int(ends[-1])))
-    assert len(pieces) <= 50
-    assert all(len(keep) >= (1 - fraction) * size for keep, size in zip(kept, sizes, strict=True))
-    lengths = [len(piece) for piece in pieces]
+    rows = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    kept, shared, bounds = divide(rows, fraction, max_pieces=50)
+    first = [own[:count] for own, count in zip(rows, kept, strict=True)]
+    assert sorted(np.concatenate([*first, shared]).tolist()) == list(range(int(ends[-1])))
+    assert (bounds[0], bounds[-1]) == (0, len(shared))
+    assert len(bounds) - 1 <= 50
+    assert all(count >= (1 - fraction) * size for count, size in zip(kept, sizes, strict=True))
+    lengths = np.diff(bounds).tolist()
     assert lengths == sorted(lengths, reverse=True)
-    assert bool(pieces) == (sum(int(fraction * size) for size in sizes) >= 4 * len(sizes))
+    assert all(length > 0 for length in lengths)
+    assert bool(lengths) == (sum(int(fraction * size) for size in sizes) >= 4 * len(sizes))
 
 
 def test_pieces_of_shared_work_become_smaller_and_every_size_is_there_for_each_worker():
-    _, pieces = set_apart(list(torch.arange(2048).view(16, 128)), 0.5, max_pieces=80)
-    assert [len(piece) for piece in pieces] == [32] * 16 + [16] * 16 + [8] * 16 + [4] * 32
-    _, pieces = set_apart(list(torch.arange(2048).view(16, 128)), 0.5, max_pieces=64)
-    assert [len(piece) for piece in pieces] == [32] * 16 + [16] * 16 + [8] * 32, "no smaller ones: they would be many"
-    assert set_apart(list(torch.arange(2048).view(64, 32)), 0.25, max_pieces=50)[1] == [], "one each is not to be had"
+    rows = list(np.arange(2048).reshape(16, 128))
+    assert np.diff(divide(rows, 0.5, max_pieces=80).bounds).tolist() == [32] * 16 + [16] * 16 + [8] * 16 + [4] * 32
+    fewer = np.diff(divide(rows, 0.5, max_pieces=64).bounds).tolist()
+    assert fewer == [32] * 16 + [16] * 16 + [8] * 32, "no smaller ones: they would be many"
+    many = divide(list(np.arange(2048).reshape(64, 32)), 0.25, max_pieces=50)
+    assert many.num_pieces == 0, "one for each is not to be had"
+    assert many.kept == [32] * 64
 
 
 def test_annealing_and_target_kl():

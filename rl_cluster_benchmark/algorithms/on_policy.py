@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +74,7 @@ class Samples(NamedTuple):
     returns: Tensor
 
 
-Rows = list[Tensor]
+Rows = list[NDArray[np.int64]]
 """Of a minibatch: the rows of each worker that can see the batch."""
 
 
@@ -129,12 +128,12 @@ class OnPolicyLearner:
     def by_worker(self, rows: NDArray[np.int64]) -> Rows:
         """Rows of the batch, dealt to the workers that own them."""
         owners = self.owners[rows % len(self.owners)]
-        return [torch.from_numpy(rows[owners == worker]) for worker in range(int(self.owners.max()) + 1)]
+        return [rows[owners == worker] for worker in range(int(self.owners.max()) + 1)]
 
     def moments(self, batch: Batch, minibatches: Sequence[Rows]) -> list[Moments]:
         """Of every minibatch of the update, in one reduction."""
         sums = []
-        for rows in (minibatch[self.rank] for minibatch in minibatches):
+        for rows in (torch.from_numpy(minibatch[self.rank]) for minibatch in minibatches):
             weight, advantages = batch.valid[rows].double(), batch.advantages[rows].double()
             sums.append(torch.stack([weight.sum(), weight @ advantages, weight @ advantages.square()]))
         count, total, squares = self.reduce(torch.stack(sums).cpu()).unbind(1)
@@ -154,32 +153,36 @@ class OnPolicyLearner:
     ) -> tuple[dict[str, float], bool]:
         """One step of the optimiser on a minibatch: (mean losses over all workers, was any of them interrupted?)."""
         learner, sharing = self.learner, self.sharing
-        shared: list[Tensor] = []
+        division = Division([len(own) for own in rows], np.empty(0, dtype=np.int64), [0])
         if sharing is not None:
-            rows, shared = set_apart(rows, sharing.fraction, learner.max_pieces)
-            sharing.offer(len(shared))
-        *places, num_samples = accumulate(map(len, (*rows, *shared)), initial=0)
+            division = divide(rows, sharing.fraction, learner.max_pieces)
+            sharing.offer(division.num_pieces)
+        kept, shared, bounds = division
         if learner.hidden is not None:
-            learner.hidden.begin(num_samples)
+            learner.hidden.begin(sum(kept) + len(shared))
         learner.zero_grad()
-        self.accumulate(batch, rows[self.rank], places[self.rank], moments, objective)
+        own = rows[self.rank][: kept[self.rank]]
+        self.accumulate(batch, own, sum(kept[: self.rank]), moments, objective)
         learner.stats[-1] = float(interrupted)
-        if sharing is not None and shared:
+        if sharing is not None and division.num_pieces:
             for number in sharing.take():
+                start, end = bounds[number : number + 2]
                 learner.write_to(1 + number)
                 learner.zero_grad()
-                self.accumulate(batch, shared[number], places[len(rows) + number], moments, objective)
+                self.accumulate(batch, shared[start:end], sum(kept) + start, moments, objective)
             learner.write_to(0)
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
         grad_norm = learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
-    def accumulate(self, batch: Batch, rows: Tensor, place: int, moments: Moments, objective: Objective) -> None:
+    def accumulate(
+        self, batch: Batch, rows: NDArray[np.int64], place: int, moments: Moments, objective: Objective
+    ) -> None:
         """Add the gradient and the statistics of a part of the minibatch, which has its place in it."""
-        for piece in rows.split(self.micro_batch) if len(rows) else ():
-            self._pass(batch, piece, place, moments, objective)
-            place += len(piece)
+        for start in range(0, len(rows), self.micro_batch):
+            piece = torch.from_numpy(rows[start : start + self.micro_batch])
+            self._pass(batch, piece, place + start, moments, objective)
 
     @torch.no_grad()
     def _pass(self, batch: Batch, rows: Tensor, place: int, moments: Moments, objective: Objective) -> None:
@@ -224,7 +227,7 @@ class OnPolicyLearner:
         return explained_variance(count, total, squares, error, error_squares)
 
     def own_rows(self, count: int) -> Tensor:
-        return self.by_worker(np.arange(count))[self.rank]
+        return torch.from_numpy(self.by_worker(np.arange(count))[self.rank])
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.learner.state_dict(), "reward_normalizer": self.normalize_rewards.state_dict()}
@@ -234,32 +237,41 @@ class OnPolicyLearner:
         self.normalize_rewards.load_state_dict(state["reward_normalizer"])
 
 
-def set_apart(rows: Rows, fraction: float, max_pieces: int) -> tuple[Rows, list[Tensor]]:
-    """(what each worker keeps, pieces for whoever is free): of each worker's rows the last ones, large pieces first."""
-    kept = [own[: len(own) - int(fraction * len(own))] for own in rows]
-    rest = torch.cat([own[len(keep) :] for own, keep in zip(rows, kept, strict=True)])
-    sizes = piece_sizes(len(rest), len(rows), max_pieces)
-    return (kept, list(rest.split(sizes))) if sizes else (rows, [])
+class Division(NamedTuple):
+    """Of a minibatch, into what each worker keeps and pieces for whoever is free."""
+
+    kept: list[int]  # how many of each worker's rows, the first ones
+    shared: NDArray[np.int64]  # all others
+    bounds: list[int]  # of the pieces in these, the last one's end included
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.bounds) - 1
+
+
+def divide(rows: Rows, fraction: float, max_pieces: int) -> Division:
+    kept = [len(own) - int(fraction * len(own)) for own in rows]
+    rest = np.concatenate([own[count:] for own, count in zip(rows, kept, strict=True)])
+    bounds = piece_bounds(len(rest), len(rows), max_pieces)
+    return Division(kept, rest, bounds) if len(bounds) > 1 else Division([len(own) for own in rows], rest[:0], bounds)
 
 
 @functools.cache
-def piece_sizes(count: int, workers: int, max_pieces: int) -> list[int]:
+def piece_bounds(count: int, workers: int, max_pieces: int) -> list[int]:
     """Half of the samples in a piece for each worker, then half of the rest, and so on ("factoring", Hummel, 1992).
 
     Large pieces cost less; small ones at the end let all workers finish together, however fast each of them is.
     """
     if count < SMALLEST_PIECE * workers or max_pieces < workers:
-        return []
+        return [0]
     smallest = SMALLEST_PIECE
     while True:
-        sizes, left = list[int](), count
-        while left:
+        bounds = [0]
+        while (left := count - bounds[-1]) > 0:
             size = max(smallest, -(-left // (2 * workers)))
-            some = min(left, size * workers)
-            sizes += [size] * (some // size) + [some % size] * (some % size > 0)
-            left -= some
-        if len(sizes) <= max_pieces:
-            return sizes
+            bounds += [min(count, bounds[-1] + size * (i + 1)) for i in range(min(workers, -(-left // size)))]
+        if len(bounds) - 1 <= max_pieces:
+            return bounds
         smallest *= 2
 
 
