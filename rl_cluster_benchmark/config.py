@@ -263,10 +263,13 @@ class ParallelConfig(Section):
         ge=0,
         le=0.9,
         description="PPO, A2C: share of each minibatch that goes to whichever worker is free first, so that slow cores "
-        "do not hold up fast ones; null is 0.5 for Procgen and 0 for vectors. It changes the rounding of sums alone.",
+        "do not hold up fast ones; null is 0.5 for Procgen and 0 for vectors. It changes the rounding of sums alone. "
+        "With 0, workers do not help each other with rollouts either.",
     )
     pin: Literal["auto", "always", "never"] = Field(
-        "auto", description="Pin each worker to a core; auto does when the run has all of the machine's cores."
+        "auto",
+        description="Pin each worker to a core; auto does when the run has all of the machine's cores. A pinned worker "
+        "keeps its core busy while it waits.",
     )
 
 

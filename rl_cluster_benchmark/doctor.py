@@ -103,10 +103,10 @@ def _games() -> Iterator[Finding]:
 
 def _kernels() -> Finding:
     try:
-        from rl_cluster_benchmark.kernels import network, pooling
+        from rl_cluster_benchmark.kernels import heads, network, pooling
     except ImportError:
         return Finding("C kernels", WARNING, "need torch")
-    if pooling.available():
+    if heads.available() and pooling.available():
         native = all(network.available(architecture) for architecture in network.SOURCES)
         rest = "and the native networks" if native else "(no native network: it needs AVX512-BF16 or AMX)"
         return Finding("C kernels", OK, f"max-pooling {rest}: compiled, and equal to torch")

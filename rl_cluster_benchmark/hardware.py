@@ -128,8 +128,9 @@ def resolve(config: Config) -> tuple[Config, Plan]:
 
 def compiled(config: Config, plan: Plan) -> Plan:
     """Compile the C code before any time counts, and once for all workers; the plan as it turns out to be possible."""
-    from rl_cluster_benchmark.kernels import network, pooling
+    from rl_cluster_benchmark.kernels import heads, network, pooling
 
+    heads.available()
     pooling.available()
     architecture = "impala" if config.model.architecture == "auto" else config.model.architecture
     if plan.engine == "native" and not network.available(architecture):

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import needs_native
 
-from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
+from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.config import Config, HardwareConfig, ModelConfig
+from rl_cluster_benchmark.execution import waiting
 from rl_cluster_benchmark.execution.helping import ANSWERED, FINISHED, IS_HELPED, Helping, SharedHelp
+from rl_cluster_benchmark.execution.loop import Worker
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
+from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -115,3 +123,57 @@ def test_what_the_network_in_c_makes_of_an_image_does_not_depend_on_the_others(a
         for first in (1, 2, 9, 16, 18):
             parts = [model.features(part) for part in (observations[:first], observations[first:])]
             assert torch.equal(torch.cat(parts), together)
+
+
+@needs_native
+def test_with_shared_work_and_the_network_in_c_workers_do_help(monkeypatch):
+    """Of two whose rollouts are the same as without help, one is slow."""
+    config = Config.model_validate(
+        {"env": {"name": "coinrun", "num_envs": 4}, "training": {"n_steps": 12}, "parallel": {"num_workers": 2}}
+        | {"mode": "parallel", "hardware": {"precision": "bfloat16"}}
+    )
+    plan = replace(hardware.plan(config), num_workers=2, engine="native", precision="bfloat16", balance=0.5)
+    task, shards = Task.of(config), deal(4, 2)
+    work = SharedWork(task, shards, config, plan)
+    memory = SharedMemoryReducer.allocate(2, task.num_parameters + 64, 256, 24)
+    rollouts = {}
+    for with_help in (False, True):
+        workers = []
+        for rank in range(2):
+            reduce = SharedMemoryReducer(memory, rank, PhaseClock())
+            course = SimpleNamespace(clock=PhaseClock(), updates=0)
+            sharing = WorkSharing(work, rank, reduce)
+            worker = Worker.build(
+                config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=None, sharing=sharing
+            )
+            assert isinstance(worker.collector.helping, Helping)
+            if not with_help:
+                worker.collector.helping = None
+            workers.append(worker)
+        slow = workers[0].collector.env
+        step = slow.step
+        monkeypatch.setattr(slow, "step", lambda actions, step=step: time.sleep(0.02) or step(actions))
+        in_threads(*((worker.collector.collect, 0, lambda: False) for worker in workers))
+        rollouts[with_help] = {name: work.experience[name].clone() for name in ("actions", "log_probs", "values")}
+    assert work.help.memory["board"][0, ANSWERED] > 0
+    for name, expected in rollouts[False].items():
+        assert torch.equal(rollouts[True][name], expected), name
+
+
+def test_without_the_network_in_c_nobody_helps():
+    config = Config.model_validate({"env": {"name": "Catch-v0", "num_envs": 4}, "parallel": {"balance": 0.5}})
+    plan = replace(hardware.plan(config), num_workers=2, balance=0.5)
+    assert SharedWork(Task.of(config), deal(4, 2), config, plan).help is None
+
+
+def test_a_pinned_worker_does_not_nap_while_it_waits(monkeypatch):
+    naps = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    monkeypatch.setattr(waiting, "_spin_seconds", waiting.SPIN_SECONDS)
+    for expect_naps in (True, False):
+        end = time.perf_counter() + 0.02
+        waiting.wait_until(lambda end=end: time.perf_counter() > end, PhaseClock())
+        assert bool(naps) == expect_naps
+        assert all(waiting.SHORTEST_NAP <= nap <= waiting.LONGEST_NAP for nap in naps)
+        naps.clear()
+        waiting.keep_core()

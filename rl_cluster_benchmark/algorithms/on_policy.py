@@ -153,7 +153,7 @@ class OnPolicyLearner:
     ) -> tuple[dict[str, float], bool]:
         """One step of the optimiser on a minibatch: (mean losses over all workers, was any of them interrupted?)."""
         learner, sharing = self.learner, self.sharing
-        division = Division([len(own) for own in rows], np.empty(0, dtype=np.int64), [0])
+        division = Division([len(own) for own in rows], np.empty(0, dtype=np.int64), (0,))
         if sharing is not None:
             division = divide(rows, sharing.fraction, learner.max_pieces)
             sharing.offer(division.num_pieces)
@@ -242,7 +242,7 @@ class Division(NamedTuple):
 
     kept: list[int]  # how many of each worker's rows, the first ones
     shared: NDArray[np.int64]  # all others
-    bounds: list[int]  # of the pieces in these, the last one's end included
+    bounds: tuple[int, ...]  # of the pieces in these, the last one's end included
 
     @property
     def num_pieces(self) -> int:
@@ -257,13 +257,13 @@ def divide(rows: Rows, fraction: float, max_pieces: int) -> Division:
 
 
 @functools.cache
-def piece_bounds(count: int, workers: int, max_pieces: int) -> list[int]:
+def piece_bounds(count: int, workers: int, max_pieces: int) -> tuple[int, ...]:
     """Half of the samples in a piece for each worker, then half of the rest, and so on ("factoring", Hummel, 1992).
 
     Large pieces cost less; small ones at the end let all workers finish together, however fast each of them is.
     """
     if count < SMALLEST_PIECE * workers or max_pieces < workers:
-        return [0]
+        return (0,)
     smallest = SMALLEST_PIECE
     while True:
         bounds = [0]
@@ -271,7 +271,7 @@ def piece_bounds(count: int, workers: int, max_pieces: int) -> list[int]:
             size = max(smallest, -(-left // (2 * workers)))
             bounds += [min(count, bounds[-1] + size * (i + 1)) for i in range(min(workers, -(-left // size)))]
         if len(bounds) - 1 <= max_pieces:
-            return bounds
+            return tuple(bounds)
         smallest *= 2
 
 

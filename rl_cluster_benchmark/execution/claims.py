@@ -20,7 +20,9 @@ class Claims:
         self._reading, self._writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def offer(self, numbers: Iterable[int]) -> None:
-        os.write(self._writing, b"".join(NUMBER.pack(number) for number in numbers))
+        message = b"".join(map(NUMBER.pack, numbers))
+        if os.write(self._writing, message) < len(message):
+            raise OSError("a pipe holds less than this system's pipes should")
 
     def take(self) -> int | None:
         """None when there is nothing left."""

@@ -69,12 +69,18 @@ class Helping:
     def finish(self, index: int) -> None:
         """This worker's rollout number `index` is made, or given up: help the others until theirs are, too."""
         self._board[self._rank, FINISHED] = index + 1
-        while not self._all_finished(index):
-            slowest = self._claim(index)
-            if slowest is not None:
-                self._help(slowest, index)
-            else:
-                wait_until(lambda: bool(self._in_need(index)) or self._all_finished(index), self._clock)
+        claimed: int | None = None
+
+        def has_claimed_or_is_over() -> bool:
+            nonlocal claimed
+            claimed = self._claim(index) if self._in_need(index) else None
+            return claimed is not None or self._all_finished(index)
+
+        while True:
+            wait_until(has_claimed_or_is_over, self._clock)
+            if claimed is None:
+                return
+            self._help(claimed, index)
 
     def _all_finished(self, index: int) -> bool:
         return bool((self._board[:, FINISHED] > index).all())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rl_cluster_benchmark.timing import PhaseClock
 
 SPIN_SECONDS, SPIN_SECONDS_ON_OWN_CORE = 0.0005, 0.25
-FIRST_NAP, LONGEST_NAP = 0.00005, 0.001
+SHORTEST_NAP, LONGEST_NAP, SHARE_OF_NAP = 0.00005, 0.001, 0.05  # the last of what was waited so far
 
 _spin_seconds = SPIN_SECONDS
 
@@ -27,11 +27,10 @@ def wait_until(ready: Callable[[], bool], clock: PhaseClock) -> None:
     if ready():
         return
     with clock.phase("waiting"):
-        give_up_spinning = time.perf_counter() + _spin_seconds
-        nap = FIRST_NAP
+        began = time.perf_counter()
         while not ready():
-            if time.perf_counter() < give_up_spinning:
+            waited = time.perf_counter() - began
+            if waited < _spin_seconds:
                 os.sched_yield()
             else:
-                time.sleep(nap)
-                nap = min(2 * nap, LONGEST_NAP)
+                time.sleep(min(max(SHORTEST_NAP, SHARE_OF_NAP * waited), LONGEST_NAP))

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_cluster_benchmark.algorithms.on_policy import Batch
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import hidden_gradient
-from rl_cluster_benchmark.execution.claims import Claims
+from rl_cluster_benchmark.execution.claims import MOST, Claims
 from rl_cluster_benchmark.execution.helping import Helping, SharedHelp
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
@@ -43,7 +43,7 @@ TARGETS = ("weights", "advantages", "returns")  # that each worker finds for its
 
 def num_pieces(num_workers: int) -> int:
     """Into how many a minibatch's shared part is cut at most."""
-    return max(FEWEST_PIECES, PIECES_PER_WORKER * num_workers)
+    return min(MOST, max(FEWEST_PIECES, PIECES_PER_WORKER * num_workers))
 
 
 class SharedWork:

@@ -74,9 +74,9 @@ void heads_pass(long count, long width, long num_actions, const Objective *to, c
             largest = larger(largest, log_policy[j]);
         }
         for (long j = 0; j < num_actions; j++) total += policy[j] = expf(log_policy[j] - largest);
-        const float log_total = largest + logf(total);
+        const float log_total = logf(total);
         for (long j = 0; j < num_actions; j++) {
-            log_policy[j] -= log_total, policy[j] /= total;
+            log_policy[j] = log_policy[j] - largest - log_total, policy[j] /= total; /* in this order, for large logits */
             entropy -= policy[j] * log_policy[j];
         }
         const float log_prob = log_policy[actions[row]], value = dot(width, x, value_weight) + value_bias[0];

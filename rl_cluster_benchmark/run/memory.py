@@ -8,7 +8,8 @@ import time
 import psutil
 
 SECONDS_BETWEEN_READINGS = 10.0  # at least
-SHARE_OF_TIME = 0.001  # that readings may take
+SHARE_OF_TIME = 0.001  # that readings may take, after
+FIRST_READINGS = 3  # of which one sees all processes at work
 
 
 class MemoryReadings:
@@ -19,6 +20,7 @@ class MemoryReadings:
 
     def __init__(self) -> None:
         self.next_at = 0.0
+        self._count = 0
 
     def is_due(self) -> bool:
         return time.perf_counter() >= self.next_at
@@ -32,5 +34,7 @@ class MemoryReadings:
             with contextlib.suppress(psutil.Error):  # one that has just ended
                 sizes[process.pid] = process.memory_full_info().pss
         now = time.perf_counter()
-        self.next_at = now + max(SECONDS_BETWEEN_READINGS, (now - began) / SHARE_OF_TIME)
+        self._count += 1
+        pause = (now - began) / SHARE_OF_TIME if self._count >= FIRST_READINGS else 0.0
+        self.next_at = now + max(SECONDS_BETWEEN_READINGS, pause)
         return sizes
