@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import ScriptedEnv
 from torch import nn
 
 from rl_cluster_benchmark.algorithms.a2c import OBJECTIVE as A2C_OBJECTIVE
@@ -12,6 +13,8 @@ from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.models import ActorCritic
+from rl_cluster_benchmark.rollout import Collector, sample
+from rl_cluster_benchmark.timing import PhaseClock
 
 INPUTS, FEATURES, ACTIONS, SAMPLES = 5, 37, 6, 300
 
@@ -92,6 +95,61 @@ def test_logits_may_be_large():
     entropy = STATS.index("entropy")
     assert float(stats[entropy]) == pytest.approx(float(expected[entropy]), rel=0.02)
     assert float(stats[STATS.index("approx_kl")]) < 1
+
+
+def test_actions_are_chosen_as_in_torch():
+    model = make().on_policy.model
+    generator = torch.Generator().manual_seed(3)
+    steps, envs = 4, 50
+    features = torch.randn(steps, envs, FEATURES, generator=generator)
+    noise = torch.randn(steps, envs, ACTIONS, generator=generator)
+    noise[0, 0] = 0.0
+    features[0, 0] = 0.0  # with equal scores, the first action
+    with torch.no_grad():
+        model.policy_head.bias.zero_()
+    noise[1, 1, 2] = float("nan")
+    rows = slice(10, 10 + envs)  # of everyone's
+    actions = torch.zeros(steps, 80, dtype=torch.int64)
+    log_probs, values = torch.zeros(2, steps, 80)
+    act = heads.Acting(
+        model.policy_head, model.value_head, noise, actions[:, rows], log_probs[:, rows], values[:, rows]
+    )
+    for t in range(steps):
+        act(t, features[t])
+    with torch.no_grad():
+        logits, expected_values = model.heads(features)
+    expected = sample(logits, noise)
+    assert torch.equal(actions[:, rows], expected)
+    assert (int(expected[0, 0]), int(expected[1, 1])) == (0, 2)
+    torch.testing.assert_close(
+        log_probs[:, rows], logits.log_softmax(-1).gather(-1, expected.unsqueeze(-1)).squeeze(-1)
+    )
+    torch.testing.assert_close(values[:, rows], expected_values)
+    for whole in (actions, log_probs, values):
+        assert not whole[:, :10].any()
+        assert not whole[:, 60:].any()
+
+
+def test_a_rollout_is_the_same_in_torch(monkeypatch):
+    rollouts = []
+    for in_c in (True, False):
+        if not in_c:
+            monkeypatch.setattr(heads, "suit", lambda policy, device: False)
+        env = ScriptedEnv([[([1.0, -2.0, 3.0], "terminated")]] * 4)
+        model = ActorCritic(nn.Linear(3, FEATURES), FEATURES, env.num_actions)
+        nn.init.constant_(model.trunk.weight, 0.1)
+        nn.init.normal_(model.policy_head.weight, std=0.2, generator=torch.Generator().manual_seed(4))
+        nn.init.constant_(model.value_head.weight, 0.1)
+        nn.init.zeros_(model.trunk.bias)
+        collector = Collector(env, model, n_steps=20, env_ids=range(4), seed=0, device="cpu", clock=PhaseClock())
+        rollouts.append(collector.collect(0, lambda: False))
+    in_c, in_torch = rollouts
+    assert torch.equal(in_c.actions, in_torch.actions)
+    assert len(in_c.actions.unique()) == 3
+    for name in ("log_probs", "values", "last_values", "rewards"):
+        torch.testing.assert_close(getattr(in_c, name), getattr(in_torch, name))
+    for name in ("observations", "terminated", "truncated", "valid"):
+        assert torch.equal(getattr(in_c, name), getattr(in_torch, name))
 
 
 def test_too_many_actions_are_left_to_torch():

@@ -7,6 +7,7 @@ from conftest import ScriptedEnv, targets
 
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
+from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Collector, Episode, sample
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -16,18 +17,19 @@ SCRIPTS = [
 ]
 
 
-class KnownValues(torch.nn.Module):
+def known_values():
     """The value of an observation [environment, episode, step] is 100 * episode + 10 * step + environment."""
-
-    def forward(self, observations):
-        value = observations @ torch.tensor([1.0, 100.0, 10.0])
-        return torch.zeros(len(observations), ScriptedEnv.num_actions), value
+    model = ActorCritic(torch.nn.Identity(), 3, ScriptedEnv.num_actions)
+    with torch.no_grad():
+        model.policy_head.weight.zero_()
+        model.value_head.weight.copy_(torch.tensor([[1.0, 100.0, 10.0]]))
+    return model
 
 
 def collector(n_steps, scripts=SCRIPTS):
     return Collector(
         ScriptedEnv(scripts),
-        KnownValues(),
+        known_values(),
         n_steps=n_steps,
         env_ids=range(len(scripts)),
         seed=0,

@@ -1,10 +1,10 @@
-/* What lies behind the features in a training pass of PPO and A2C: the policy head and the value head, the losses of each
- * sample, and the way back to the features.
+/* What lies behind the features: the policy head and the value head; in acting, the choice of an action; in a training pass
+ * of PPO and A2C, the losses of each sample and the way back to the features.
  *
- * In torch these are some sixty small operations. Between two passes of the network, which have pushed everything else out
- * of the cache, they take as long as the network takes for one or two images; here they take microseconds.
+ * In torch a training pass has some sixty small operations here. Between two passes of the network, which have pushed
+ * everything else out of the cache, they take as long as the network takes for one or two images; here, microseconds.
  *
- * The formulas are those of algorithms/ppo.py, a2c.py and passes.py. Everything is float32; weights are [outputs, features].
+ * The formulas are those of rollout.py, algorithms/ppo.py, a2c.py and passes.py. Everything is float32; weights are [outputs, features].
  */
 #include <math.h>
 #include <stdint.h>
@@ -19,6 +19,11 @@ typedef struct {
     int32_t clip_values;
     float value_coefficient, entropy_coefficient;
 } Objective;
+
+typedef struct {
+    long width, num_actions;
+    const float *policy_weight, *policy_bias, *value_weight, *value_bias;
+} Heads;
 
 typedef struct {
     float loss, slope;
@@ -41,6 +46,42 @@ INLINE float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 INLINE float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
+INLINE float value_of(const Heads *heads, const float *x) { return dot(heads->width, x, heads->value_weight) + heads->value_bias[0]; }
+
+/* Logits -> logarithms of probabilities, and the probabilities. */
+INLINE void log_softmax(long count, float *logits, float *probabilities) {
+    float largest = -INFINITY, total = 0;
+    for (long j = 0; j < count; j++) largest = larger(largest, logits[j]);
+    for (long j = 0; j < count; j++) total += probabilities[j] = expf(logits[j] - largest);
+    const float log_total = logf(total);
+    for (long j = 0; j < count; j++) {
+        logits[j] = logits[j] - largest - log_total; /* in this order: logits may be large */
+        probabilities[j] /= total;
+    }
+}
+
+INLINE void logits_of(const Heads *heads, const float *x, float *logits) {
+    for (long j = 0; j < heads->num_actions; j++)
+        logits[j] = dot(heads->width, x, heads->policy_weight + j * heads->width) + heads->policy_bias[j];
+}
+
+/* Of each sample, the action whose logit and noise together are largest, its log-probability, and the value. */
+void heads_act(const Heads *heads, long count, const float *features, const float *noise, int64_t *actions, float *log_probs,
+               float *values) {
+    float logits[MAX_ACTIONS], policy[MAX_ACTIONS];
+    for (long i = 0; i < count; i++, features += heads->width, noise += heads->num_actions) {
+        logits_of(heads, features, logits);
+        long action = 0;
+        float best = logits[0] + noise[0];
+        for (long j = 1; j < heads->num_actions; j++) {
+            const float score = logits[j] + noise[j];
+            if (score > best || (score != score && best == best)) action = j, best = score; /* NaN is the largest */
+        }
+        log_softmax(heads->num_actions, logits, policy);
+        actions[i] = action, log_probs[i] = logits[action], values[i] = value_of(heads, features);
+    }
+}
+
 INLINE Sloped policy_loss(const Objective *to, float advantage, float log_prob, float ratio) {
     if (to->clip_range < 0) return (Sloped){-advantage * log_prob, -advantage};
     const float loss = -advantage * ratio, clipped = -advantage * clamp(ratio, 1 - to->clip_range, 1 + to->clip_range);
@@ -58,42 +99,34 @@ INLINE Sloped value_loss(const Objective *to, float value, float old_value, floa
 
 /* For the samples of the batch at `rows`, with these features: add to the gradients of the heads and to the five statistics,
  * write the gradient of the features. */
-void heads_pass(long count, long width, long num_actions, const Objective *to, const int64_t *rows, const float *features,
+void heads_pass(const Heads *heads, long count, const Objective *to, const int64_t *rows, const float *features,
                 const int64_t *actions, const float *log_probs, const float *values, const float *advantages,
-                const float *returns, const float *valid, const float *policy_weight, const float *policy_bias,
-                const float *value_weight, const float *value_bias, float *policy_weight_gradient,
-                float *policy_bias_gradient, float *value_weight_gradient, float *value_bias_gradient, float *statistics,
-                float *features_gradient) {
+                const float *returns, const float *valid, float *policy_weight_gradient, float *policy_bias_gradient,
+                float *value_weight_gradient, float *value_bias_gradient, float *statistics, float *features_gradient) {
+    const long width = heads->width, num_actions = heads->num_actions;
     float log_policy[MAX_ACTIONS], policy[MAX_ACTIONS];
     for (long i = 0; i < count; i++) {
         const long row = rows[i];
         const float *x = features + i * width, weight = valid[row] / to->num_samples;
-        float *gradient = features_gradient + i * width, largest = -INFINITY, total = 0, entropy = 0;
-        for (long j = 0; j < num_actions; j++) {
-            log_policy[j] = dot(width, x, policy_weight + j * width) + policy_bias[j];
-            largest = larger(largest, log_policy[j]);
-        }
-        for (long j = 0; j < num_actions; j++) total += policy[j] = expf(log_policy[j] - largest);
-        const float log_total = logf(total);
-        for (long j = 0; j < num_actions; j++) {
-            log_policy[j] = log_policy[j] - largest - log_total, policy[j] /= total; /* in this order, for large logits */
-            entropy -= policy[j] * log_policy[j];
-        }
-        const float log_prob = log_policy[actions[row]], value = dot(width, x, value_weight) + value_bias[0];
+        float *gradient = features_gradient + i * width, entropy = 0;
+        logits_of(heads, x, log_policy);
+        log_softmax(num_actions, log_policy, policy);
+        for (long j = 0; j < num_actions; j++) entropy -= policy[j] * log_policy[j];
+        const float log_prob = log_policy[actions[row]], value = value_of(heads, x);
         const float log_ratio = log_prob - log_probs[row], ratio = expf(log_ratio);
         const float advantage = (advantages[row] - to->advantage_mean) / to->advantage_scale;
         const Sloped of_policy = policy_loss(to, advantage, log_prob, ratio), of_value = value_loss(to, value, values[row], returns[row]);
         const float along_log_prob = weight * of_policy.slope, along_value = to->value_coefficient * weight * of_value.slope;
         const float along_entropy = -to->entropy_coefficient * weight;
 
-        for (long k = 0; k < width; k++) gradient[k] = along_value * value_weight[k];
+        for (long k = 0; k < width; k++) gradient[k] = along_value * heads->value_weight[k];
         add_scaled(width, along_value, x, value_weight_gradient);
         value_bias_gradient[0] += along_value;
         /* With p the policy and H its entropy, d log p_a / d logit_j = [a = j] - p_j, d H / d logit_j = -p_j (log p_j + H). */
         for (long j = 0; j < num_actions; j++) {
             float slope = -policy[j] * (along_log_prob + along_entropy * (log_policy[j] + entropy));
             if (j == actions[row]) slope += along_log_prob;
-            add_scaled(width, slope, policy_weight + j * width, gradient);
+            add_scaled(width, slope, heads->policy_weight + j * width, gradient);
             add_scaled(width, slope, x, policy_weight_gradient + j * width);
             policy_bias_gradient[j] += slope;
         }

@@ -1,4 +1,4 @@
-"""What lies behind the features in a training pass of PPO and A2C, in C: heads.c says what and why.
+"""What lies behind the features, in C: in acting, and in a training pass of PPO and A2C. heads.c says what and why.
 
 It is compiled when there is a compiler; whether it computes what the formulas in torch do, tests find out
 (tests/test_heads.py): it is plain C, the same for every CPU.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,24 @@ from torch import Tensor, nn
 from rl_cluster_benchmark.kernels import build
 
 MAX_ACTIONS = 256
+
+
+class Heads(ctypes.Structure):
+    """Where the weights lie: as in heads.c."""
+
+    _fields_ = (
+        ("width", ctypes.c_long),
+        ("num_actions", ctypes.c_long),
+        ("policy_weight", ctypes.c_void_p),
+        ("policy_bias", ctypes.c_void_p),
+        ("value_weight", ctypes.c_void_p),
+        ("value_bias", ctypes.c_void_p),
+    )
+
+    @classmethod
+    def of(cls, policy: nn.Linear, value: nn.Linear) -> Heads:
+        weights = (policy.weight, policy.bias, value.weight, value.bias)
+        return cls(policy.in_features, policy.out_features, *_pointers(weights))
 
 
 class Objective(ctypes.Structure):
@@ -33,6 +50,23 @@ class Objective(ctypes.Structure):
     )
 
 
+class Acting:
+    """Chooses actions, step after step, and writes them where they belong: [T, N] each, noise [T, N, A]."""
+
+    def __init__(
+        self, policy: nn.Linear, value: nn.Linear, noise: Tensor, actions: Tensor, log_probs: Tensor, values: Tensor
+    ) -> None:
+        self._heads = Heads.of(policy, value)
+        self._tensors = (noise, actions, log_probs, values)  # they must not go before this does
+        self._places = [(tensor.data_ptr(), tensor.stride(0) * tensor.element_size()) for tensor in self._tensors]
+
+    def __call__(self, t: int, features: Tensor) -> None:
+        """Step t, from the features of its observations, [N, F]."""
+        features = features.contiguous()
+        places = (start + t * step for start, step in self._places)
+        _library().heads_act(ctypes.byref(self._heads), len(features), features.data_ptr(), *places)
+
+
 def run(
     policy: nn.Linear, value: nn.Linear, features: Tensor, rows: Tensor, batch: Sequence[Tensor], objective: Objective,
     statistics: Tensor,
@@ -43,28 +77,36 @@ def run(
     `rows` have these features.
     """
     gradient = torch.empty_like(features)
-    weights = (policy.weight, policy.bias, value.weight, value.bias)
-    gradients = [weight.grad for weight in weights if weight is not None]
-    tensors = (rows, features, *batch, *weights, *gradients, statistics, gradient)
-    pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-    _function()(*features.shape, len(policy.weight), ctypes.byref(objective), *pointers)
+    gradients = [weight.grad for head in (policy, value) for weight in (head.weight, head.bias) if weight is not None]
+    pointers = _pointers((rows, features, *batch, *gradients, statistics, gradient))
+    heads = Heads.of(policy, value)
+    _library().heads_pass(ctypes.byref(heads), len(features), ctypes.byref(objective), *pointers)
     return gradient
 
 
 def suit(policy: nn.Linear, device: torch.device) -> bool:
-    return device.type == "cpu" and len(policy.weight) <= MAX_ACTIONS and available()
+    return device.type == "cpu" and policy.out_features <= MAX_ACTIONS and available()
 
 
 def available() -> bool:
-    return _function() is not None
+    return _load() is not None
+
+
+def _library() -> ctypes.CDLL:
+    library = _load()
+    assert library is not None
+    return library
 
 
 @functools.cache
-def _function() -> Any:
+def _load() -> ctypes.CDLL | None:
     library = build.load("heads.c")
-    if library is None:
-        return None
-    function = library.heads_pass
-    function.argtypes = [ctypes.c_long] * 3 + [ctypes.c_void_p] * 19
-    function.restype = None
-    return function
+    if library is not None:
+        for function, num_tensors in ((library.heads_act, 5), (library.heads_pass, 15)):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_long, *[ctypes.c_void_p] * num_tensors]
+        library.heads_act.restype = library.heads_pass.restype = None
+    return library
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
