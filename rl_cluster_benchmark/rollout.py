@@ -119,18 +119,20 @@ class Collector:
         rollout.episodes = []
         act = self._acting(self._noise(index))
         # To write to them through numpy takes a fraction of the time.
-        seen, actions, valid = rollout.observations.numpy(), rollout.actions.numpy(), rollout.valid.numpy()
-        results = rollout.rewards.numpy(), rollout.terminated.numpy(), rollout.truncated.numpy()
+        seen, valid, actions = rollout.observations.numpy(), rollout.valid.numpy(), rollout.actions.numpy()
+        log_probs, values = rollout.log_probs.numpy(), rollout.values.numpy()
+        rewards, terminated, truncated = (
+            tensor.numpy() for tensor in (rollout.rewards, rollout.terminated, rollout.truncated)
+        )
         for t in range(self.n_steps):
             if should_stop():
                 return None
             with self.clock.phase("inference"):
                 seen[t] = self.observations
-                act(t, self._features(t))
+                actions[t], log_probs[t], values[t] = act(t, self._features(t))
             with self.clock.phase("env"):
                 step = self.env.step(actions[t].astype(np.int32))
-            for result, values in zip(results, (step.rewards, step.terminated, step.truncated), strict=True):
-                result[t] = values
+            rewards[t], terminated[t], truncated[t] = step.rewards, step.terminated, step.truncated
             valid[t] = ~self.just_ended
             self.observations = step.observations
             self._count(step.rewards, step.terminated | step.truncated)
@@ -138,23 +140,22 @@ class Collector:
         return rollout
 
     def _features(self, t: int) -> Tensor:
-        """Of the observations in slot t."""
+        """Of the observations in slot t, which are the newest."""
         if self.helping is not None:
             return self.helping.features(t)
-        return self.model.features(self.rollout.observations[t].to(self.device))
+        return self.model.features(torch.from_numpy(self.observations).to(self.device))
 
-    def _acting(self, noise: Tensor) -> Callable[[int, Tensor], None]:
-        """What chooses the actions of slot t from its features, and writes them down."""
-        rollout, model = self.rollout, self.model
+    def _acting(self, noise: Tensor) -> Callable[[int, Tensor], heads.Choice]:
+        """What chooses the actions of slot t from its features."""
+        model = self.model
         if heads.suit(model.policy_head, torch.device(self.device)):
-            chosen = (rollout.actions, rollout.log_probs, rollout.values)
-            return heads.Acting(model.policy_head, model.value_head, noise, *chosen)
+            return heads.Acting(model.policy_head, model.value_head, noise)
 
-        def act(t: int, features: Tensor) -> None:
+        def act(t: int, features: Tensor) -> heads.Choice:
             logits, values = model.heads(features)
             actions = sample(logits, noise[t].to(self.device))
             log_probs = logits.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-            rollout.actions[t], rollout.log_probs[t], rollout.values[t] = actions, log_probs, values
+            return tuple(tensor.cpu().numpy() for tensor in (actions, log_probs, values))
 
         return act
 

@@ -1,5 +1,7 @@
 """The heads, the losses and their gradients in C: the same as the formulas in torch."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.models import ActorCritic
-from rl_cluster_benchmark.rollout import Collector, sample
+from rl_cluster_benchmark.rollout import Collector, Rollout, sample
 from rl_cluster_benchmark.timing import PhaseClock
 
 INPUTS, FEATURES, ACTIONS, SAMPLES = 5, 37, 6, 300
@@ -108,29 +110,22 @@ def test_actions_are_chosen_as_in_torch():
     with torch.no_grad():
         model.policy_head.bias.zero_()
     noise[1, 1, 2] = float("nan")
-    rows = slice(10, 10 + envs)  # of everyone's
-    actions = torch.zeros(steps, 80, dtype=torch.int64)
-    log_probs, values = torch.zeros(2, steps, 80)
-    act = heads.Acting(
-        model.policy_head, model.value_head, noise, actions[:, rows], log_probs[:, rows], values[:, rows]
-    )
-    for t in range(steps):
-        act(t, features[t])
+    act = heads.Acting(model.policy_head, model.value_head, noise)
+    chosen = [[torch.from_numpy(array.copy()) for array in act(t, features[t])] for t in range(steps)]
+    actions, log_probs, values = map(torch.stack, zip(*chosen, strict=True))
     with torch.no_grad():
         logits, expected_values = model.heads(features)
     expected = sample(logits, noise)
-    assert torch.equal(actions[:, rows], expected)
+    assert torch.equal(actions, expected)
     assert (int(expected[0, 0]), int(expected[1, 1])) == (0, 2)
-    torch.testing.assert_close(
-        log_probs[:, rows], logits.log_softmax(-1).gather(-1, expected.unsqueeze(-1)).squeeze(-1)
-    )
-    torch.testing.assert_close(values[:, rows], expected_values)
-    for whole in (actions, log_probs, values):
-        assert not whole[:, :10].any()
-        assert not whole[:, 60:].any()
+    expected_log_probs = logits.log_softmax(-1).gather(-1, expected.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(log_probs, expected_log_probs)
+    torch.testing.assert_close(values, expected_values)
 
 
-def test_a_rollout_is_the_same_in_torch(monkeypatch):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_rollout_is_the_same_in_torch(transposed, monkeypatch):
+    """Also where each environment's steps lie side by side, as in IMPALA's memory."""
     rollouts = []
     for in_c in (True, False):
         if not in_c:
@@ -142,6 +137,12 @@ def test_a_rollout_is_the_same_in_torch(monkeypatch):
         nn.init.constant_(model.value_head.weight, 0.1)
         nn.init.zeros_(model.trunk.bias)
         collector = Collector(env, model, n_steps=20, env_ids=range(4), seed=0, device="cpu", clock=PhaseClock())
+        if transposed:
+            for field in fields(Rollout):
+                tensor = getattr(collector.rollout, field.name)
+                if field.name not in ("episodes", "last_observations", "last_values"):
+                    memory = tensor.transpose(0, 1).contiguous()
+                    setattr(collector.rollout, field.name, memory.transpose(0, 1))
         rollouts.append(collector.collect(0, lambda: False))
     in_c, in_torch = rollouts
     assert torch.equal(in_c.actions, in_torch.actions)

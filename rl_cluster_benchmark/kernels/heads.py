@@ -9,13 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_cluster_benchmark.kernels import build
 
 MAX_ACTIONS = 256
+Choice = tuple[NDArray[Any], ...]
+"""Actions, their log-probabilities and the values of the observations, [N] each."""
 
 
 class Heads(ctypes.Structure):
@@ -51,20 +55,23 @@ class Objective(ctypes.Structure):
 
 
 class Acting:
-    """Chooses actions, step after step, and writes them where they belong: [T, N] each, noise [T, N, A]."""
+    """Chooses actions, step after step, with Gumbel noise [T, N, A]."""
 
-    def __init__(
-        self, policy: nn.Linear, value: nn.Linear, noise: Tensor, actions: Tensor, log_probs: Tensor, values: Tensor
-    ) -> None:
-        self._heads = Heads.of(policy, value)
-        self._tensors = (noise, actions, log_probs, values)  # they must not go before this does
-        self._places = [(tensor.data_ptr(), tensor.stride(0) * tensor.element_size()) for tensor in self._tensors]
+    def __init__(self, policy: nn.Linear, value: nn.Linear, noise: Tensor) -> None:
+        self._heads, self._noise = Heads.of(policy, value), noise.contiguous()
+        _, num_envs, num_actions = noise.shape
+        self._noise_step = num_envs * num_actions * noise.element_size()
+        chosen = torch.empty(num_envs, dtype=torch.int64), torch.empty(num_envs), torch.empty(num_envs)
+        self._pointers, self._chosen = _pointers(chosen), tuple(tensor.numpy() for tensor in chosen)
 
-    def __call__(self, t: int, features: Tensor) -> None:
-        """Step t, from the features of its observations, [N, F]."""
+    def __call__(self, t: int, features: Tensor) -> Choice:
+        """Of step t, from the features of its observations, [N, F]; to be read before the next call."""
         features = features.contiguous()
-        places = (start + t * step for start, step in self._places)
-        _library().heads_act(ctypes.byref(self._heads), len(features), features.data_ptr(), *places)
+        noise = self._noise.data_ptr() + t * self._noise_step
+        _library().heads_act(
+            ctypes.byref(self._heads), len(features), features.data_ptr(), noise, *self._pointers
+        )  # fmt: skip
+        return self._chosen
 
 
 def run(
