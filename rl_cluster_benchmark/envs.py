@@ -8,12 +8,14 @@ steps a `VectorEnv` masks it out (see rollout.py).
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -146,8 +148,13 @@ def load_envpool():  # type: ignore[no-untyped-def]
     """Import EnvPool with the Qt libraries that its Procgen needs, or say what is missing."""
     if sys.version_info < (3, 12):
         _load_qt()
+    # Importing it imports all its games, and matplotlib with some of them: a second. These are the ones used here.
+    sys.modules.setdefault("envpool.entry", ModuleType("envpool.entry"))
     try:
         import envpool
+
+        for family in ("classic_control", "procgen", "toy_text"):
+            importlib.import_module(f"envpool.{family}.registration")
     except ImportError as error:
         raise UserError(f"EnvPool cannot be imported ({error}); {_remedy(str(error))}.") from None
     return envpool
