@@ -269,7 +269,7 @@ class ParallelConfig(Section):
     pin: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Pin each worker to a core; auto does when the run has all of the machine's cores. A pinned worker "
-        "keeps its core busy while it waits.",
+        "of PPO or A2C keeps its core busy while it waits.",
     )
 
 

@@ -21,6 +21,7 @@ from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.waiting import keep_core
 from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
@@ -104,6 +105,8 @@ def _work(
 ) -> None:  # fmt: skip
     """In a worker."""
     hardware.prepare_process(plan.num_threads)
+    if plan.cores[rank] is not None:
+        keep_core()
     course = WorkerCourse(rank, connection, config, shared, progress)
     reduce = join(means, rank, len(shards), course.clock)
     course.reduce = reduce

@@ -32,6 +32,7 @@ from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.waiting import keep_core
 from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
@@ -138,6 +139,8 @@ def _work(
     from rl_cluster_benchmark.run import checkpoint
 
     hardware.prepare_process(plan.num_threads)
+    if plan.cores[rank] is not None:
+        keep_core()
     course = NodeCourse(rank, connection, config, shared, progress, seat)
     try:
         leaders, beyond = join_leaders(seat, rank)

@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.execution.waiting import keep_core
 from rl_cluster_benchmark.execution.watchdog import Pulse, Watchdog
 from rl_cluster_benchmark.profile_run.attach import attach
 from rl_cluster_benchmark.timing import beat
@@ -242,7 +241,6 @@ def _main(
         signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
     if core is not None:
         os.sched_setaffinity(0, {core})
-        keep_core()
     try:
         attach(rank)
         target(rank, connection, *args)
