@@ -6,11 +6,10 @@ else here depends on how many there are.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,9 +152,8 @@ class OnPolicyLearner:
     ) -> tuple[dict[str, float], bool]:
         """One step of the optimiser on a minibatch: (mean losses over all workers, was any of them interrupted?)."""
         learner, sharing = self.learner, self.sharing
-        division = Division([len(own) for own in rows], np.empty(0, dtype=np.int64), (0,))
+        division = divide(rows, sharing.fraction if sharing else 0.0, learner.max_pieces)
         if sharing is not None:
-            division = divide(rows, sharing.fraction, learner.max_pieces)
             sharing.offer(division.num_pieces)
         kept, shared, bounds = division
         if learner.hidden is not None:
@@ -256,7 +254,7 @@ def divide(rows: Rows, fraction: float, max_pieces: int) -> Division:
     return Division(kept, rest, bounds) if len(bounds) > 1 else Division([len(own) for own in rows], rest[:0], bounds)
 
 
-@functools.cache
+@cache
 def piece_bounds(count: int, workers: int, max_pieces: int) -> tuple[int, ...]:
     """Half of the samples in a piece for each worker, then half of the rest, and so on ("factoring", Hummel, 1992).
 

@@ -68,9 +68,7 @@ class Acting:
         """Of step t, from the features of its observations, [N, F]; to be read before the next call."""
         features = features.contiguous()
         noise = self._noise.data_ptr() + t * self._noise_step
-        _library().heads_act(
-            ctypes.byref(self._heads), len(features), features.data_ptr(), noise, *self._pointers
-        )  # fmt: skip
+        _library().heads_act(ctypes.byref(self._heads), len(features), features.data_ptr(), noise, *self._pointers)
         return self._chosen
 
 

@@ -9,11 +9,10 @@ That of the hidden layer's weights, which are most of the parameters, can be lef
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +174,7 @@ def _make(
     return NativeTrunk(library, source.prefix, network, weights, biases) if network else None
 
 
-@functools.cache
+@cache
 def _library(architecture: str) -> ctypes.CDLL | None:
     source = SOURCES[architecture]
     library = build.load(source.file, ["dense.h", "tiles.h"])
