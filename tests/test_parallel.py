@@ -90,6 +90,7 @@ def test_updates_are_dated_by_who_made_them(algorithm, tmp_path):
     """The parent is stopped for a while: it hears of many updates at once, and no speed is made up or lost by that."""
     run, label = tmp_path / "run", f"{algorithm.upper()}_Parallel"
     setting = ("--algorithm", algorithm, "--mode", "parallel", *TINY, "--num-workers", 2, "--num-envs", 16)
+    setting += ("--set", "training.save_interval=1000000")  # for a checkpoint, workers do wait until it is taken
     with processes.running(*setting, "--duration", 3 / 3600, "--output-dir", run) as process:
         processes.wait_for_updates(run, label, 5, process)
         process.send_signal(signal.SIGSTOP)

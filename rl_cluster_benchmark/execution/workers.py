@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -32,6 +33,7 @@ from rl_cluster_benchmark.timing import beat
 PR_SET_PDEATHSIG = 1
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
 SECONDS_BETWEEN_LOOKS = 0.1
+BYTES_UNHEARD = 2**20  # that a worker says before it waits for a parent who is busy: about a thousand updates
 SECONDS_TO_DIE = 10.0
 SECONDS_TO_LISTEN = 5.0  # to workers who do not know yet that the run ends
 LONGEST_FOLDER = 70  # characters; a socket's name has 107
@@ -104,7 +106,9 @@ class WorkerPool:
 
     def _start(self, rank: int, args: Sequence[Any]) -> tuple[ForkServerProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
-        ours, theirs = context.Pipe()
+        ours, theirs = context.Pipe(duplex=False)
+        with contextlib.suppress(OSError):  # a user may have few that large
+            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, BYTES_UNHEARD)
         call = (self._target, rank, theirs, self._cores[rank], self._pulses[rank], tuple(args))
         process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
         try:
