@@ -227,7 +227,9 @@ class ImpalaConfig(Section):
         "null is parallel.num_workers, and auto where that is null.",
     )
     num_learners: AutoCount = Field(
-        "auto", description="Processes that learn (on each machine); auto: the cores left over."
+        "auto",
+        description="Processes that learn (on each machine); auto: as many as actors leave cores, and two thirds of "
+        "them at least where observations are images.",
     )
     pages_per_actor: Int = Field(
         3, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."

@@ -96,7 +96,7 @@ class Plan:
             f"Network: {self.engine} | Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
         )
         busy = (self.num_workers + self.num_learners) * self.num_threads
-        if busy > machine.allowed_cores:
+        if busy > machine.allowed_cores + (self.num_learners > 0):  # of actors and learners, one more than cores is good
             flag = "--num-workers" if config.mode != "sequential" else "--num-threads"
             lines.append(
                 f"Warning: {busy} busy threads on {machine.allowed_cores} cores get in each other's way; "

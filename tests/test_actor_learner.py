@@ -226,6 +226,21 @@ def test_whatever_is_left_open_is_filled_in(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("cores", "actors", "expected"),
+    [(1, None, (1, 1)), (2, None, (1, 2)), (2, 4, (4, 2)), (8, 8, (8, 6)), (8, 2, (2, 6)), (16, 4, (4, 12))],
+)
+def test_learners_share_the_cores_of_actors_that_leave_too_few(cores, actors, expected, monkeypatch):
+    """One that waits for room is in nobody's way, and one process more than cores is no reason to warn."""
+    machine = dataclasses.replace(hardware.detect(), usable_cores=cores, allowed_cores=cores)
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    data = {"algorithm": "impala", "mode": "parallel", "impala": {"num_actors": actors}}
+    config = fill_in(Config.model_validate(data))
+    assert (config.parallel.num_workers, config.impala.num_learners) == expected
+    is_warned = any("Warning" in line for line in hardware.plan(config).lines(config))
+    assert is_warned == (sum(expected) > cores + 1)
+
+
 def test_actors_may_compute_in_another_precision():
     def precision(learning, acting):
         data = {"algorithm": "impala", "hardware": {"precision": learning}, "impala": {"inference_precision": acting}}
