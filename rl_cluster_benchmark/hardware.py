@@ -96,7 +96,8 @@ class Plan:
             f"Network: {self.engine} | Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
         )
         busy = (self.num_workers + self.num_learners) * self.num_threads
-        if busy > machine.allowed_cores + (self.num_learners > 0):  # of actors and learners, one more than cores is good
+        spare = 1 if self.num_learners else 0  # of actors and learners some wait: one more than cores is good
+        if busy > machine.allowed_cores + spare:
             flag = "--num-workers" if config.mode != "sequential" else "--num-threads"
             lines.append(
                 f"Warning: {busy} busy threads on {machine.allowed_cores} cores get in each other's way; "

@@ -122,7 +122,16 @@ def _end(run: Faulty, kill: Kill, victim: psutil.Process, stopped: float) -> int
         victim.send_signal(signal.SIGCONT)
         run.wait_for_updates()
         return _end_well(run)
+    victim.suspend()
+    is_replaced = kill.fault == "server" and not victim.children()
     victim.kill()
+    if is_replaced:
+        try:
+            run.wait_for_updates()
+            return _end_well(run)
+        except AssertionError:
+            if run.process.poll() is None:
+                raise  # otherwise it was asked for a worker just then
     if kill.fault == "worker" and run.mode.algorithm == "impala" and not kill.early:
         run.wait_for_text("Another takes its place")
         run.wait_for_updates()
