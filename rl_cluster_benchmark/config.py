@@ -228,8 +228,8 @@ class ImpalaConfig(Section):
     )
     num_learners: AutoCount = Field(
         "auto",
-        description="Processes that learn (on each machine); auto: as many as actors leave cores, and two thirds of "
-        "them at least where observations are images.",
+        description="Processes that learn (on each machine); auto: as many as actors leave cores. With images, where "
+        "that is none, and on two cores: up to two thirds of the cores, which they share with actors.",
     )
     pages_per_actor: Int = Field(
         3, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 BALANCE = 0.5  # a core of half the speed of the others still finishes with them
 SAMPLES_PER_THREAD = 64  # of a backward pass: their activations stay in one core's cache
+FEW_CORES = 2  # for actors and learners: too few to split
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,19 @@ def _balance(config: Config, num_workers: int) -> float:
     if num_workers == 1:
         return 0.0
     return config.parallel.balance if config.parallel.balance is not None else BALANCE * (config.env.game is not None)
+
+
+def learners_beside(actors: int, cores: int, config: Config) -> int:
+    """As many as actors leave cores; where they leave none, and on two cores, they share the cores of actors.
+
+    To learn from an image takes two thirds of its time or more. So there are learners for two thirds of the cores, or
+    for the next smaller number that divides the batch: that stays as it is.
+    """
+    left = max(1, cores - actors)
+    if config.env.game is None or (actors < cores and cores > FEW_CORES):
+        return left
+    unrolls = config.unrolls_per_learner(1)
+    return max(left, *(n for n in range(1, -(-2 * cores // 3) + 1) if unrolls % n == 0))
 
 
 def places(pin: str, num_workers: int, threads: int, machine: Machine) -> tuple[int | None, ...]:

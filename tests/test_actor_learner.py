@@ -228,9 +228,9 @@ def test_whatever_is_left_open_is_filled_in(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("cores", "actors", "expected"),
-    [(1, None, (1, 1)), (2, None, (1, 2)), (2, 4, (4, 2)), (8, 8, (8, 6)), (8, 2, (2, 6)), (16, 4, (4, 12))],
+    [(1, None, (1, 1)), (2, None, (1, 2)), (2, 4, (4, 2)), (8, 8, (8, 4)), (8, 7, (7, 1)), (16, 4, (4, 12))],
 )
-def test_learners_share_the_cores_of_actors_that_leave_too_few(cores, actors, expected, monkeypatch):
+def test_learners_share_the_cores_of_actors_that_leave_none(cores, actors, expected, monkeypatch):
     """One that waits for room is in nobody's way, and one process more than cores is no reason to warn."""
     machine = dataclasses.replace(hardware.detect(), usable_cores=cores, allowed_cores=cores)
     monkeypatch.setattr(hardware, "detect", lambda: machine)
@@ -239,6 +239,18 @@ def test_learners_share_the_cores_of_actors_that_leave_too_few(cores, actors, ex
     assert (config.parallel.num_workers, config.impala.num_learners) == expected
     is_warned = any("Warning" in line for line in hardware.plan(config).lines(config))
     assert is_warned == (sum(expected) > cores + 1)
+    assert config.unrolls_per_step == (12 if cores == 16 else 8), "what is learned does not depend on sharing"
+
+
+def test_learners_of_all_machines_get_an_environment_each(monkeypatch):
+    machine = dataclasses.replace(hardware.detect(), usable_cores=2)
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    data = {"algorithm": "impala", "mode": "distributed", "cluster": {"num_workers": 2}}
+    learners = [
+        fill_in(Config.model_validate(data | {"env": {"num_envs": num_envs}})).impala.num_learners
+        for num_envs in (3, 4)
+    ]
+    assert learners == [1, 2]
 
 
 def test_actors_may_compute_in_another_precision():

@@ -86,7 +86,7 @@ def test_nodes_on_one_machine_share_its_cores(monkeypatch):
     assert words("impala").startswith("--set impala.num_actors=2 --set impala.num_learners=2 ")
     assert "num_actors=1 --set impala.num_learners=3 " in words("impala", impala={"num_learners": 3})
     assert "num_actors=3 --set impala.num_learners=1 " in words("impala", parallel={"num_workers": 3})
-    assert "num_actors=5 --set impala.num_learners=1 " in words("impala", impala={"num_actors": 5})
+    assert "num_actors=5 --set impala.num_learners=2 " in words("impala", impala={"num_actors": 5})
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,10 @@ MACHINE = replace(hardware.detect(), usable_cores=2, flags=frozenset({"avx512_bf
             {"algorithm": "impala"}, verdict.NETWORK, "more learners",
         ),
         (
+            [process("learner", update=1.0)] * 2 + [process("actor", env=0.2, inference=0.2, waiting=0.6)],
+            {"algorithm": "impala"}, verdict.NETWORK, "more cores, or a smaller network",
+        ),
+        (
             [process("learner", update=0.4, waiting=0.6), process("actor", env=0.2, inference=0.8)],
             {"algorithm": "impala"}, verdict.STARVED, "making inference cheaper",
         ),

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 NUMBER = struct.Struct("q")
-MOST = 4096  # numbers that fit into a pipe of the smallest size Linux makes by default
+MOST = 512  # numbers that fit into the smallest pipe that Linux makes, for a user who has many: one page
 
 
 class Claims:

@@ -2,8 +2,8 @@
 
 All cores measure at the same time: a core that works alone is faster, and more so for learning than for acting.
 
-Where actors leave too few cores, learners share theirs: an actor that is far enough ahead waits, and a learner does its
-work meanwhile. So it is on two cores, of which an actor of its own would leave one idle for half of the time.
+Where actors leave no core, learners share theirs: an actor that is far enough ahead waits, and a learner does its work
+meanwhile. So it is on two cores with images: an actor with a core of its own would leave it idle for half of the time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from rl_cluster_benchmark.timing import PhaseClock, beat
 SECONDS = 2.0  # to measure the costs for, at least
 FEWEST_CALLS = 4
 SAMPLED_STEPS = 16
-FEW_CORES = 2  # not worth measuring
 FEWEST_ACTORS = 16  # one in so many cores acts, at least
 
 
@@ -51,22 +50,18 @@ def fill_in(config: Config) -> Config:
         if isinstance(learners, int):
             actors = max(1, cores - learners)
         else:
-            actors, learners = (1, learners) if cores <= FEW_CORES else _measured(config, cores)
+            actors, learners = (1, learners) if cores <= hardware.FEW_CORES else _measured(config, cores)
     data = config.model_dump()
     per_actor = config.parallel.num_envs_per_worker
     num_envs = actors * per_actor if per_actor is not None else config.env.num_envs  # of all machines, if several
     if not isinstance(learners, int):
-        learners = max(1, min(max(cores - actors, _fewest_learners(config, cores)), num_envs))
+        machines = config.cluster.num_workers if config.mode == "distributed" and per_actor is None else 1
+        learners = max(1, min(hardware.learners_beside(actors, cores, config), num_envs // machines))
     data["impala"] |= {"num_actors": None, "num_learners": learners}
     data["parallel"]["num_workers"] = actors
     if config.mode == "parallel":  # machines that meet find out together how many environments they have
         data["env"]["num_envs"] = num_envs
     return config_files.build(data, {}, source="config")
-
-
-def _fewest_learners(config: Config, cores: int) -> int:
-    """To learn from an image takes two thirds of its time, or more."""
-    return -(-2 * cores // 3) if config.env.game is not None else 1
 
 
 def _measured(config: Config, cores: int) -> tuple[int, int]:

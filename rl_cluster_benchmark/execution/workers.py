@@ -33,7 +33,9 @@ from rl_cluster_benchmark.timing import beat
 PR_SET_PDEATHSIG = 1
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
 SECONDS_BETWEEN_LOOKS = 0.1
-BYTES_UNHEARD = 2**20  # that a worker says before it waits for a parent who is busy: about a thousand updates
+# Bytes that workers can say before they wait for a parent who is busy, about a thousand updates: all together (a user
+# may have 16 times as much), and the most and the least of one.
+ALL_UNHEARD, MOST_UNHEARD, LEAST_UNHEARD = 2**22, 2**20, 2**16
 SECONDS_TO_DIE = 10.0
 SECONDS_TO_LISTEN = 5.0  # to workers who do not know yet that the run ends
 LONGEST_FOLDER = 70  # characters; a socket's name has 107
@@ -94,6 +96,7 @@ class WorkerPool:
         """
         self._target, self._cores, self._replace = target, cores, replace or _end_the_run
         self._watchdog = Watchdog(watchdog)
+        self._bytes_unheard = max(LEAST_UNHEARD, min(ALL_UNHEARD // num_workers, MOST_UNHEARD))
         self._pulses: list[Pulse] = []
         self.connections: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
@@ -107,8 +110,8 @@ class WorkerPool:
     def _start(self, rank: int, args: Sequence[Any]) -> tuple[ForkServerProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe(duplex=False)
-        with contextlib.suppress(OSError):  # a user may have few that large
-            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, BYTES_UNHEARD)
+        with contextlib.suppress(OSError):  # the user has many pipes
+            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, self._bytes_unheard)
         call = (self._target, rank, theirs, self._cores[rank], self._pulses[rank], tuple(args))
         process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
         try:

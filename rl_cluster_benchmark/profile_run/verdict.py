@@ -22,7 +22,7 @@ class Verdict:
 
 
 def judge(profile: Profile, config: Config, machine: Machine) -> Verdict:
-    verdict = _roles(profile, config) if profile.of_role("learner") else _workers(profile, config, machine)
+    verdict = _roles(profile, config, machine) if profile.of_role("learner") else _workers(profile, config, machine)
     if profile.others_cpu > DISTURBED * len(profile.cores):
         verdict.sentences.append(
             f"Something else took {profile.others_cpu:.1f} of {len(profile.cores)} cores meanwhile: repeat this on a "
@@ -129,7 +129,7 @@ def _more_even(config: Config) -> str:
     )
 
 
-def _roles(profile: Profile, config: Config) -> Verdict:
+def _roles(profile: Profile, config: Config, machine: Machine) -> Verdict:
     """Actors and learners: whoever waits shows that the others limit the run."""
     actors, learners = profile.of_role("actor"), profile.of_role("learner")
     acting, learning = mean_shares(actors), mean_shares(learners)
@@ -148,13 +148,14 @@ def _roles(profile: Profile, config: Config) -> Verdict:
             ],
         )
     if acting["waiting"] >= IDLE:
+        share_cores = len(profile.processes) * profile.threads > machine.usable_cores
+        first = "more cores" if share_cores else "more learners and fewer actors (--set impala.num_learners=N, or auto)"
         return Verdict(
             NETWORK,
             [
                 f"The bottleneck is the {NETWORK}, in the learners: they are busy {1 - learning['waiting']:.0%} of "
                 f"their time, and actors wait {acting['waiting']:.0%} of theirs for them ({split}).",
-                "What would help: more learners and fewer actors (--set impala.num_learners=N, or auto), or a smaller "
-                "network. `rlcb tune --algorithm impala` measures the split.",
+                f"What would help: {first}, or a smaller network. `rlcb tune --algorithm impala` measures the split.",
             ],
         )
     shares = mean_shares(profile.processes)

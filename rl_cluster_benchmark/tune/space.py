@@ -206,7 +206,7 @@ def _splits(own: Layout, cores: int) -> list[Layout]:
     learners: Sequence[int] = [own.learners + sign * step for step in SPLIT_STEPS for sign in (1, -1)]
     powers = [2**i for i in range(total.bit_length())]  # these divide most batches
     pairs = [(total - n, n) for n in dict.fromkeys([*learners, *powers])]
-    pairs += [(total + 1 - n, n) for n in (own.learners, own.learners + 1)]
+    pairs += [(total + 1 - n, n) for n in (own.learners - 1, own.learners, own.learners + 1)]
     return [
         Layout("parallel", actors, 1, own.num_envs, n)
         for actors, n in pairs

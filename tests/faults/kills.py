@@ -128,10 +128,11 @@ def _end(run: Faulty, kill: Kill, victim: psutil.Process, stopped: float) -> int
     if is_replaced:
         try:
             run.wait_for_updates()
-            return _end_well(run)
         except AssertionError:
-            if run.process.poll() is None:
-                raise  # otherwise it was asked for a worker just then
+            if "could not be started" not in run.text:  # it was asked for a worker just then
+                raise
+        else:
+            return _end_well(run)
     if kill.fault == "worker" and run.mode.algorithm == "impala" and not kill.early:
         run.wait_for_text("Another takes its place")
         run.wait_for_updates()

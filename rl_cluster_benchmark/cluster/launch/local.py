@@ -47,7 +47,7 @@ def shared_cores(config: Config, num_nodes: int) -> list[str]:
     if not isinstance(actors, int):
         actors = workers or max(1, share - learners if isinstance(learners, int) else share // 2)
     if not isinstance(learners, int):
-        learners = max(1, share - actors)
+        learners = hardware.learners_beside(actors, share, config)
     settings = {"impala.num_actors": actors, "impala.num_learners": learners, "parallel.pin": "never"}
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
