@@ -113,7 +113,8 @@ class Plan:
                 f"Actors: {self.num_workers}, learners: {self.num_learners} ({pinned}) | Environments: "
                 f"{config.env.num_envs} in all | Batch: {config.unrolls_per_step} unrolls of {config.training.n_steps}"
             )
-        reason = "set" if self.num_workers != self.machine.usable_cores else "one per physical core"
+        reasons = {self.machine.usable_cores: "one per physical core", config.env.num_envs: "one per environment"}
+        reason = reasons.get(self.num_workers, "set")
         gradients = {"a3c": "each worker's own, without locks"}
         return (
             f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
@@ -124,7 +125,7 @@ class Plan:
 def resolve(config: Config) -> tuple[Config, Plan]:
     """Fill in how many workers there are, and plan the rest."""
     if config.mode == "parallel":
-        config = with_workers(config, config.parallel.num_workers or detect().usable_cores)
+        config = with_workers(config, _num_workers(config, detect()))
     return config, plan(config)
 
 
@@ -144,7 +145,7 @@ def compiled(config: Config, plan: Plan) -> Plan:
 
 def plan(config: Config) -> Plan:
     machine = detect()
-    num_workers = (config.parallel.num_workers or machine.usable_cores) if config.mode != "sequential" else 1
+    num_workers = _num_workers(config, machine)
     threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
     precision, reason = _precision(config, machine)
     num_learners = 0
@@ -170,6 +171,15 @@ def plan(config: Config) -> Plan:
         _balance(config, num_workers),
         num_learners,
     )
+
+
+def _num_workers(config: Config, machine: Machine) -> int:
+    if config.mode == "sequential":
+        return 1
+    most = machine.usable_cores
+    if config.mode == "parallel" and config.parallel.num_envs_per_worker is None:
+        most = min(most, config.env.num_envs)  # each has one at least
+    return config.parallel.num_workers or most
 
 
 def _precision(config: Config, machine: Machine) -> tuple[str, str]:

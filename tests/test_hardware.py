@@ -66,6 +66,16 @@ def test_the_engine_follows_the_network(machine, model, engine):
             hardware.plan(asked)
 
 
+def test_no_worker_is_without_an_environment(machine):
+    machine(usable_cores=128, allowed_cores=128)
+    config, plan = hardware.resolve(Config.model_validate({"mode": "parallel", "env": {"num_envs": 64}}))
+    assert (config.parallel.num_workers, plan.num_workers) == (64, 64)
+    assert any("Workers: 64 (one per environment" in line for line in plan.lines(config))
+    each_has_two = {"mode": "parallel", "parallel": {"num_envs_per_worker": 2}}
+    config, plan = hardware.resolve(Config.model_validate(each_has_two))
+    assert (plan.num_workers, config.env.num_envs) == (128, 256)
+
+
 def test_affinity_limits_the_cores():
     one = min(os.sched_getaffinity(0))
     code = "from rl_cluster_benchmark import hardware; print(hardware.detect().usable_cores)"

@@ -396,3 +396,13 @@ def test_threads_stay_within_what_was_asked(tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert float(done.stdout.rpartition("BUSY")[2]) < 1.2, call[0]
+
+
+def test_the_quickstart(tmp_path):
+    run = tmp_path / "run"
+    done = rlcb("quickstart", "--duration", 6 / 3600, "--output-dir", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("Workers: ", "trained agent", "random policy", "Learning curve:"):
+        assert words in done.stdout
+    assert (run / "learning_curve.png").stat().st_size > 10_000
+    assert next(run.glob("checkpoints/*_final.pt"))
