@@ -52,7 +52,7 @@ def _what_next(config: Config, directory: RunDirectory, picture: Path) -> list[s
         f"Trained agent:   {directory.final_checkpoint()}",
         "",
         "A minute is enough to see it learn, not to play well. Next:",
-        "  venv/bin/rlcb train --mode parallel --env coinrun --duration 1 --output-dir runs/coinrun   train for an hour",
+        "  venv/bin/rlcb train --mode parallel --env coinrun --duration 1 --output-dir runs/coinrun  # for an hour",
         f"  venv/bin/rlcb evaluate --checkpoint {directory.final_checkpoint()} --video agent.gif",
         f"  venv/bin/tensorboard --logdir {directory.root / 'logs'}",
         "  venv/bin/rlcb --help",
