@@ -381,10 +381,14 @@ class Config(Section):
         return min(self.training.batch_size, self.rollout_size)
 
     @property
+    def num_machines(self) -> int:
+        return self.cluster.num_workers if self.mode == "distributed" else 1
+
+    @property
     def unrolls_per_step(self) -> int:
         """IMPALA: unrolls, each n_steps of one environment, that make about a batch_size; as many for each learner."""
         learners = self.impala.num_learners if self.mode != "sequential" and self.impala.num_learners != "auto" else 1
-        learners *= self.cluster.num_workers if self.mode == "distributed" else 1  # as if all machines were alike
+        learners *= self.num_machines  # as if all were alike
         return self.unrolls_per_learner(learners) * learners
 
     def unrolls_per_learner(self, learners: int) -> int:

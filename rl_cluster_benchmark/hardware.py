@@ -149,7 +149,7 @@ def plan(config: Config) -> Plan:
     threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
     precision, reason = _precision(config, machine)
     num_learners = 0
-    machines = config.cluster.num_workers if config.mode == "distributed" else 1
+    machines = config.num_machines
     if config.algorithm == "impala":
         if config.mode != "sequential":
             num_learners = 1 if config.impala.num_learners == "auto" else config.impala.num_learners

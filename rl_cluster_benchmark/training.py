@@ -103,7 +103,7 @@ def _execution(config: Config) -> Callable[[Run], None]:
 
 def _check_memory(config: Config, plan: hardware.Plan) -> None:
     """The rollout must fit: a clear word now instead of an allocation that fails later."""
-    share = config.cluster.num_workers if config.mode == "distributed" else 1
+    share = config.num_machines
     size = config.rollout_size // share * BYTES_PER_OBSERVATION["game" if config.env.game else "toy"]
     if plan.num_learners:
         size *= config.impala.pages_per_actor

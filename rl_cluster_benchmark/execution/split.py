@@ -55,7 +55,7 @@ def fill_in(config: Config) -> Config:
     per_actor = config.parallel.num_envs_per_worker
     num_envs = actors * per_actor if per_actor is not None else config.env.num_envs  # of all machines, if several
     if not isinstance(learners, int):
-        machines = config.cluster.num_workers if config.mode == "distributed" and per_actor is None else 1
+        machines = config.num_machines if per_actor is None else 1
         learners = max(1, min(hardware.learners_beside(actors, cores, config), num_envs // machines))
     data["impala"] |= {"num_actors": None, "num_learners": learners}
     data["parallel"]["num_workers"] = actors
@@ -66,7 +66,7 @@ def fill_in(config: Config) -> Config:
 
 def _measured(config: Config, cores: int) -> tuple[int, int]:
     fresh = 1 - config.impala.replay_fraction
-    machines = config.cluster.num_workers if config.mode == "distributed" else 1
+    machines = config.num_machines
     unrolls = max(1, config.unrolls_per_step // machines)
     costs = measure(config, cores, unrolls, SECONDS, machines)
     actors, learners = split(costs, cores, unrolls, fresh)

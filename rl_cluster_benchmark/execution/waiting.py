@@ -18,7 +18,7 @@ def keep_core() -> None:
     """This process is pinned to a core that is there for it alone: keep that busy through waits of the usual length.
 
     A core that sleeps again and again, for moments, is slower while it works, above all in a virtual machine. It is for
-    workers in step, whose waits are short: where an actor waits a third of its time, its neighbour is slower for it.
+    workers in step, whose waits are short; an actor may wait most of its time, and leaves its core to others meanwhile.
     """
     global _spin_seconds
     _spin_seconds = SPIN_SECONDS_ON_OWN_CORE

@@ -122,7 +122,8 @@ def _end(run: Faulty, kill: Kill, victim: psutil.Process, stopped: float) -> int
         victim.send_signal(signal.SIGCONT)
         run.wait_for_updates()
         return _end_well(run)
-    victim.suspend()
+    if kill.fault == "server":
+        victim.suspend()  # it forks nobody between the next two lines
     is_replaced = kill.fault == "server" and not victim.children()
     victim.kill()
     if is_replaced:
