@@ -146,7 +146,7 @@ def whole_pass(count: int) -> Case:
     def add(in_c: bool) -> None:
         ppo.on_policy.in_c = in_c
         rows = np.random.default_rng().integers(1024, size=count)
-        ppo.on_policy.accumulate(batch, rows, 0, Moments(count, 0.0, 1.0), ppo.objective)
+        ppo.on_policy.accumulation(batch, Moments(count, 0.0, 1.0), ppo.objective)(rows, 0)
 
     name = f"PPO's heads and losses in C instead of torch, a whole pass of {count}"
     return name, lambda: add(True), lambda: add(False)

@@ -50,7 +50,7 @@ def gradient_and_stats(ppo, batch, objective, *, in_c):
     learner.learner.zero_grad()
     learner.learner.stats.zero_()
     rows = np.random.default_rng(2).permutation(SAMPLES)[:200]
-    learner.accumulate(batch, rows, 0, Moments(180.0, 0.2, 1.7), objective)
+    learner.accumulation(batch, Moments(180.0, 0.2, 1.7), objective)(rows, 0)
     return learner.learner.grad.clone(), learner.learner.stats.clone()
 
 

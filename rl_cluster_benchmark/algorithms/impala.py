@@ -217,7 +217,7 @@ class Impala:
         )
         errors = slopes.values
         seen = (*losses, torch.ones_like(targets), targets, targets.square(), errors, errors.square())
-        self.learner.stats += (torch.stack([x.flatten() for x in seen]) @ weight.flatten()).to(self.device)
+        self.learner.stats.add_((torch.stack([x.flatten() for x in seen]) @ weight.flatten()).to(self.device))
         return now.values.view(len(unrolls), -1)[:, 0].cpu(), targets[0]
 
     def state_dict(self) -> dict[str, Any]:

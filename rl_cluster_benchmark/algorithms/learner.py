@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +15,22 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.optimizers import Optimizer
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
+from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.timing import beat
+
+
+class GradientVector:
+    """Where passes add to: the gradient, and the statistics behind it."""
+
+    def __init__(self, model: ActorCritic, vector: Tensor, size: int, left_out: slice) -> None:
+        self.stats = vector[size:]
+        self.parts = list(views(model, vector[:size]).values())  # of each parameter
+        self.written = vector[: left_out.start], vector[left_out.stop :]
+
+    @cached_property
+    def in_c(self) -> heads.Gradients:
+        return heads.Gradients(self.parts, self.stats)
 
 
 class Learner:
@@ -38,14 +53,14 @@ class Learner:
         self._summed = reduce.vector(size + num_stats).to(device).zero_()
         self.grad = self._summed[:size]
         move_parameters(model, self.flat)
-        self._vectors = [self._summed, *(sharing.vectors(size + num_stats) if sharing else ())]
-        self._parameters = list(model.parameters())  # to walk over a model takes as long as a sample
-        self._views = [list(views(model, vector[:size]).values()) for vector in self._vectors]
         self.hidden = sharing.hidden if sharing and model.native_trunk else None
-        self._left_out = slice(0, 0)  # of the gradient: passes do not write there
+        left_out = slice(0, 0)  # of the gradient: passes do not write there
         if self.hidden is not None and model.native_trunk is not None:
-            self._left_out = place_of(model, model.native_trunk.hidden_weights)
-            self.hidden.connect(model.native_trunk, self._left_out)
+            left_out = place_of(model, model.native_trunk.hidden_weights)
+            self.hidden.connect(model.native_trunk, left_out)
+        vectors = (self._summed, *(sharing.vectors(size + num_stats) if sharing else ()))
+        self._vectors = [GradientVector(model, vector, size, left_out) for vector in vectors]
+        self._parameters = list(model.parameters())  # to walk over a model takes as long as a sample
         self.write_to(0)
         self.optimizer = optimizer(self.flat, self.grad)
 
@@ -54,17 +69,24 @@ class Learner:
         """Of shared work."""
         return len(self._vectors) - 1
 
-    def write_to(self, index: int) -> None:
-        """Let backward passes add to this worker's own gradient, 0, or to that of piece index - 1 of shared work."""
-        self._current = self._vectors[index]
-        self.stats = self._current[len(self.grad) :]
-        for parameter, view in zip(self._parameters, self._views[index], strict=True):
-            parameter.grad = view
+    def write_to(self, index: int, *, by_torch: bool = True) -> None:
+        """Let passes add to this worker's own gradient, 0, or to that of piece index - 1 of shared work.
+
+        Those in C are told where; those of torch write where the parameters say.
+        """
+        self.current = self._vectors[index]
+        if by_torch:
+            for parameter, part in zip(self._parameters, self.current.parts, strict=True):
+                parameter.grad = part
+
+    @property
+    def stats(self) -> Tensor:
+        return self.current.stats
 
     def zero_grad(self) -> None:
         """Never through the model: that would unlink its gradients from the flat vector."""
-        self._current[: self._left_out.start].zero_()
-        self._current[self._left_out.stop :].zero_()
+        for part in self.current.written:
+            part.zero_()
 
     def sum_over_workers(self) -> None:
         self.reduce(self._summed)

@@ -30,6 +30,7 @@ from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 
 SMALLEST_PIECE = 4  # samples; below that, the cost of a pass is not the samples'
+EPSILON = 1e-8  # of the advantages' deviation
 STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
 
 
@@ -158,50 +159,74 @@ class OnPolicyLearner:
         kept, shared, bounds = division
         if learner.hidden is not None:
             learner.hidden.begin(sum(kept) + len(shared))
+        accumulate = self.accumulation(batch, moments, objective)
         learner.zero_grad()
-        own = rows[self.rank][: kept[self.rank]]
-        self.accumulate(batch, own, sum(kept[: self.rank]), moments, objective)
+        accumulate(rows[self.rank][: kept[self.rank]], sum(kept[: self.rank]))
         learner.stats[-1] = float(interrupted)
         if sharing is not None and division.num_pieces:
             for number in sharing.take():
                 start, end = bounds[number : number + 2]
-                learner.write_to(1 + number)
+                learner.write_to(1 + number, by_torch=not self.in_one_call)
                 learner.zero_grad()
-                self.accumulate(batch, shared[start:end], sum(kept) + start, moments, objective)
-            learner.write_to(0)
+                accumulate(shared[start:end], sum(kept) + start)
+            learner.write_to(0, by_torch=not self.in_one_call)
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
         grad_norm = learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
-    def accumulate(
-        self, batch: Batch, rows: NDArray[np.int64], place: int, moments: Moments, objective: Objective
-    ) -> None:
-        """Add the gradient and the statistics of a part of the minibatch, which has its place in it."""
-        for start in range(0, len(rows), self.micro_batch):
-            piece = torch.from_numpy(rows[start : start + self.micro_batch])
-            self._pass(batch, piece, place + start, moments, objective)
+    @property
+    def in_one_call(self) -> bool:
+        """From the observations to the losses and back in C?"""
+        return self.in_c and self.model.native_trunk is not None
 
-    @torch.no_grad()
-    def _pass(self, batch: Batch, rows: Tensor, place: int, moments: Moments, objective: Objective) -> None:
-        """The same of as many samples as fit into the cache; masked samples weigh nothing."""
-        if self.learner.hidden is not None:
-            self.learner.hidden.place(place, len(rows))
-        mean, scale = 0.0, 1.0  # of advantages
-        if self.hyper.normalize_advantage:
-            mean, scale = moments.advantage_mean, moments.advantage_std + 1e-8
+    def accumulation(
+        self, batch: Batch, moments: Moments, objective: Objective
+    ) -> Callable[[NDArray[np.int64], int], None]:
+        """What adds the gradient and the statistics of a part of the minibatch, given its rows and its place in it.
+
+        As many samples at a time as fit into the cache; masked ones weigh nothing.
+        """
+        if not self.hyper.normalize_advantage:
+            moments = moments._replace(advantage_mean=0.0, advantage_std=1.0)
         if self.in_c:
-            features, back = self.model.pass_through(batch.observations, rows)
-            coefficients = (objective.clip_value_loss, self.hyper.vf_coef, self.hyper.ent_coef)
-            clip_range = -1.0 if objective.clip_range is None else objective.clip_range
-            in_c = heads.Objective(mean, scale, moments.num_samples, clip_range, *coefficients)
-            targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
             policy, value = self.model.policy_head, self.model.value_head
-            back(heads.run(policy, value, features, rows, targets, in_c, self.learner.stats))
-            return
+            targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
+            lesson = heads.Lesson.of(policy, value, targets, self._objective_in_c(moments, objective))
+            one_pass = partial(self._pass_in_c, batch.observations.contiguous(), lesson)
+        else:
+            one_pass = partial(self._pass, batch, moments, objective)
+
+        @torch.no_grad()
+        def accumulate(rows: NDArray[np.int64], place: int) -> None:
+            for start in range(0, len(rows), self.micro_batch):
+                some = torch.from_numpy(rows[start : start + self.micro_batch])
+                if self.learner.hidden is not None:
+                    self.learner.hidden.place(place + start, len(some))
+                one_pass(some)
+
+        return accumulate
+
+    def _pass_in_c(self, observations: Tensor, lesson: heads.Lesson, rows: Tensor) -> None:
+        gradients = self.learner.current.in_c
+        lesson.aim(rows, gradients)
+        if self.model.native_trunk is not None:
+            self.model.native_trunk.train(observations, rows, heads.losses(), lesson, gradients.trunk)
+        else:
+            features, back = self.model.pass_through(observations, rows)
+            back(heads.run(lesson, features))
+
+    def _objective_in_c(self, moments: Moments, objective: Objective) -> heads.Objective:
+        clip_range = -1.0 if objective.clip_range is None else objective.clip_range
+        return heads.Objective(
+            moments.advantage_mean, moments.advantage_std + EPSILON, moments.num_samples,
+            clip_range, objective.clip_value_loss, self.hyper.vf_coef, self.hyper.ent_coef,
+        )  # fmt: skip
+
+    def _pass(self, batch: Batch, moments: Moments, objective: Objective, rows: Tensor) -> None:
         observations, rows = batch.observations.index_select(0, rows).to(self.device), rows.to(self.device)
         now = Pass(self.model, observations, batch.actions[rows])
-        advantages = (batch.advantages[rows] - mean) / scale
+        advantages = (batch.advantages[rows] - moments.advantage_mean) / (moments.advantage_std + EPSILON)
         samples = Samples(batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows])
         losses, slopes = objective.losses(now, samples)
         weight = batch.valid[rows] / moments.num_samples

@@ -11,8 +11,10 @@ typedef struct {
     int features, width;
     bf16 *forward, *backward;     /* packed weights */
     float *bias;
+    int capacity;                 /* samples that there is room for: */
     bf16 *inputs, *grad_inputs;   /* [samples][features] */
     bf16 *grad;                   /* of the output, its transpose, and room for 16 features of all samples */
+    float *out, *grad_out;        /* [samples][width], of a pass in one call */
     bf16 *room;                   /* of dense_products */
     long room_size;
 } Dense;
@@ -127,15 +129,16 @@ INLINE void multiply_rows(const bf16 *left, long stride, int rows, const bf16 *p
 #endif
 }
 
-/* out[batch][width] = relu(inputs x weights + bias). */
-static void dense_forward(const Dense *dense, int batch, float *out) {
+/* out[count][width] = relu(inputs x weights + bias), of the samples from number `first` on. */
+static void dense_forward(const Dense *dense, int first, int count, float *out) {
     const int pairs = dense->features / 2;
+    const bf16 *inputs = dense->inputs + (long)first * dense->features;
     float sums[16][LANES] __attribute__((aligned(64)));
     for (int c = 0; c < dense->width; c += LANES) {
         const __m512 bias = _mm512_loadu_ps(dense->bias + c);
-        for (int b = 0; b < batch; b += 16) {
-            const int rows = smaller(16, batch - b);
-            multiply_rows(dense->inputs + (long)b * dense->features, dense->features, rows,
+        for (int b = 0; b < count; b += 16) {
+            const int rows = smaller(16, count - b);
+            multiply_rows(inputs + (long)b * dense->features, dense->features, rows,
                           dense->forward + (long)c / LANES * pairs * PACKED_PAIR, pairs, sums);
             for (int r = 0; r < rows; r++)
                 _mm512_storeu_ps(out + (long)(b + r) * dense->width + c, relu(_mm512_add_ps(_mm512_load_ps(sums[r]), bias)));
@@ -143,25 +146,25 @@ static void dense_forward(const Dense *dense, int batch, float *out) {
     }
 }
 
-/* The gradient where the output is positive, in bfloat16, zeros behind the batch; and its transpose. */
-static void mask_gradient(const Dense *dense, const float *out, const float *grad_out, int batch, bf16 *transposed, float *bias) {
-    const int width = dense->width, padded = (int)round_up(batch, 32);
-    for (int b = 0; b < padded; b++)
-        for (int c = 0; c < width; c += LANES) {
-            __m512 values = _mm512_setzero_ps();
-            if (b < batch) {
-                const __m512 positive = _mm512_loadu_ps(out + (long)b * width + c);
-                values = _mm512_maskz_loadu_ps(_mm512_cmp_ps_mask(positive, _mm512_setzero_ps(), _CMP_NLE_UQ),
-                                               grad_out + (long)b * width + c);
-            }
-            store_bf16(dense->grad + (long)b * width + c, values);
-        }
-    for (int c = 0; c < width; c += LANES) {
-        __m512 total = _mm512_loadu_ps(bias + c);
-        for (int b = 0; b < padded; b += 32)
-            transpose_block(32, dense->grad + (long)b * width + c, width, transposed + (long)c * padded + b, padded, &total);
-        _mm512_storeu_ps(bias + c, total);
+/* From d loss / d out of these samples to d loss / d inputs, where those are positive. */
+static void dense_return(const Dense *dense, int first, int count, const float *out, const float *grad_out) {
+    const int features = dense->features, width = dense->width;
+    bf16 *grad = dense->grad + (long)first * width;
+    for (long i = 0; i < (long)count * width; i += LANES) {
+        const __mmask16 is_positive = _mm512_cmp_ps_mask(_mm512_loadu_ps(out + i), _mm512_setzero_ps(), _CMP_NLE_UQ);
+        store_bf16(grad + i, _mm512_maskz_loadu_ps(is_positive, grad_out + i));
     }
+    float sums[16][LANES] __attribute__((aligned(64)));
+    for (int f = 0; f < features; f += LANES)
+        for (int b = 0; b < count; b += 16) {
+            const int rows = smaller(16, count - b);
+            multiply_rows(grad + (long)b * width, width, rows, dense->backward + (long)f / LANES * (width / 2) * PACKED_PAIR,
+                          width / 2, sums);
+            for (int r = 0; r < rows; r++) {
+                const long to = (long)(first + b + r) * features + f;
+                store_bf16(dense->grad_inputs + to, where_positive(dense->inputs + to, _mm512_load_ps(sums[r])));
+            }
+        }
 }
 
 /* 16 features of all samples -> packed pairs of samples. */
@@ -173,33 +176,28 @@ static void pair_samples(const bf16 *inputs, int features, long samples, bf16 *o
     }
 }
 
-/* From d loss / d out to the layer's gradients and d loss / d inputs, where those are positive. */
-static void dense_backward(const Dense *dense, const float *out, const float *grad_out, int batch, Gradient gradient, Rows rows_out) {
+/* Of all samples of a pass: add to the layer's gradients, or leave the rows that its weights' gradient is made of. */
+static void dense_gradients(const Dense *dense, int batch, Gradient gradient, Rows rows) {
     const int features = dense->features, width = dense->width, padded = (int)round_up(batch, 32);
     bf16 *transposed = dense->grad + (long)padded * width, *paired = transposed + (long)padded * width;
-    mask_gradient(dense, out, grad_out, batch, transposed, gradient.bias);
-    memset(dense->inputs + (long)batch * features, 0, sizeof(bf16) * (padded - batch) * features);
-    if (rows_out.inputs) {
-        memcpy(rows_out.inputs, dense->inputs, sizeof(bf16) * batch * features);
-        memcpy(rows_out.slopes, dense->grad, sizeof(bf16) * batch * width);
+    memset(dense->grad + (long)batch * width, 0, sizeof(bf16) * (padded - batch) * width);
+    for (int c = 0; c < width; c += LANES) {
+        __m512 total = _mm512_loadu_ps(gradient.bias + c);
+        for (int b = 0; b < padded; b += 32)
+            transpose_block(32, dense->grad + (long)b * width + c, width, transposed + (long)c * padded + b, padded, &total);
+        _mm512_storeu_ps(gradient.bias + c, total);
     }
-    float sums[16][LANES] __attribute__((aligned(64)));
+    if (rows.inputs) {
+        memcpy(rows.inputs, dense->inputs, sizeof(bf16) * batch * features);
+        memcpy(rows.slopes, dense->grad, sizeof(bf16) * batch * width);
+        return;
+    }
+    memset(dense->inputs + (long)batch * features, 0, sizeof(bf16) * (padded - batch) * features);
     for (int f = 0; f < features; f += LANES) {
-        if (!rows_out.inputs) {
-            pair_samples(dense->inputs + f, features, padded, paired);
-            for (int c = 0; c < width; c += LANES)
-                add_products(1, transposed + (long)c * padded, padded, paired, 0, padded / 2,
-                             gradient.weights + (long)c * features + f, features, 0);
-        }
-        for (int b = 0; b < batch; b += 16) {
-            const int rows = smaller(16, batch - b);
-            multiply_rows(dense->grad + (long)b * width, width, rows,
-                          dense->backward + (long)f / LANES * (width / 2) * PACKED_PAIR, width / 2, sums);
-            for (int r = 0; r < rows; r++) {
-                const long to = (long)(b + r) * features + f;
-                store_bf16(dense->grad_inputs + to, where_positive(dense->inputs + to, _mm512_load_ps(sums[r])));
-            }
-        }
+        pair_samples(dense->inputs + f, features, padded, paired);
+        for (int c = 0; c < width; c += LANES)
+            add_products(1, transposed + (long)c * padded, padded, paired, 0, padded / 2,
+                         gradient.weights + (long)c * features + f, features, 0);
     }
 }
 
@@ -275,15 +273,19 @@ static int dense_create(Dense *dense, int features, int width) {
 
 /* Room for `samples`, a multiple of 32. 0 if there is no memory. */
 static int dense_reserve(Dense *dense, long samples) {
-    free(dense->inputs), free(dense->grad_inputs), free(dense->grad);
-    dense->inputs = allocate(sizeof(bf16) * samples * dense->features);
-    dense->grad_inputs = allocate(sizeof(bf16) * samples * dense->features);
+    if (samples <= dense->capacity) return 1;
+    const long inputs = sizeof(bf16) * samples * dense->features, outputs = sizeof(float) * samples * dense->width;
+    free(dense->inputs), free(dense->grad_inputs), free(dense->grad), free(dense->out), free(dense->grad_out);
+    dense->inputs = allocate(inputs), dense->grad_inputs = allocate(inputs);
     dense->grad = allocate(sizeof(bf16) * samples * (2 * dense->width + LANES));
-    return dense->inputs && dense->grad_inputs && dense->grad;
+    dense->out = allocate(outputs), dense->grad_out = allocate(outputs);
+    const int complete = dense->inputs && dense->grad_inputs && dense->grad && dense->out && dense->grad_out;
+    dense->capacity = complete ? (int)samples : 0;
+    return complete;
 }
 
 static void dense_destroy(Dense *dense) {
     void *buffers[] = {dense->forward, dense->backward, dense->bias, dense->inputs, dense->grad_inputs, dense->grad,
-                       dense->room};
+                       dense->out, dense->grad_out, dense->room};
     for (unsigned i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
 }

@@ -25,6 +25,16 @@ typedef struct {
     const float *policy_weight, *policy_bias, *value_weight, *value_bias;
 } Heads;
 
+/* The samples of a pass, [T * N] of the whole batch each but for the rows, and where to add to. */
+typedef struct {
+    Heads heads;
+    Objective objective;
+    const int64_t *actions;
+    const float *log_probs, *values, *advantages, *returns, *valid;
+    const int64_t *rows;
+    float *policy_weight_gradient, *policy_bias_gradient, *value_weight_gradient, *value_bias_gradient, *statistics;
+} Lesson;
+
 typedef struct {
     float loss, slope;
 } Sloped;
@@ -97,38 +107,40 @@ INLINE Sloped value_loss(const Objective *to, float value, float old_value, floa
     return (Sloped){0.5f * larger(loss, clipped), is_flat ? 0 : error};
 }
 
-/* For the samples of the batch at `rows`, with these features: add to the gradients of the heads and to the five statistics,
- * write the gradient of the features. */
-void heads_pass(const Heads *heads, long count, const Objective *to, const int64_t *rows, const float *features,
-                const int64_t *actions, const float *log_probs, const float *values, const float *advantages,
-                const float *returns, const float *valid, float *policy_weight_gradient, float *policy_bias_gradient,
-                float *value_weight_gradient, float *value_bias_gradient, float *statistics, float *features_gradient) {
+/* For samples of the pass with these features, from number `first` on: add to the gradients of the heads and to the five
+ * statistics, write the gradient of the features. */
+void heads_pass(const Lesson *lesson, long first, long count, const float *features, float *features_gradient) {
+    const Heads *heads = &lesson->heads;
+    const Objective *to = &lesson->objective;
+    const int64_t *actions = lesson->actions;
+    float *statistics = lesson->statistics;
     const long width = heads->width, num_actions = heads->num_actions;
     float log_policy[MAX_ACTIONS], policy[MAX_ACTIONS];
     for (long i = 0; i < count; i++) {
-        const long row = rows[i];
-        const float *x = features + i * width, weight = valid[row] / to->num_samples;
+        const long row = lesson->rows[first + i];
+        const float *x = features + i * width, weight = lesson->valid[row] / to->num_samples;
         float *gradient = features_gradient + i * width, entropy = 0;
         logits_of(heads, x, log_policy);
         log_softmax(num_actions, log_policy, policy);
         for (long j = 0; j < num_actions; j++) entropy -= policy[j] * log_policy[j];
         const float log_prob = log_policy[actions[row]], value = value_of(heads, x);
-        const float log_ratio = log_prob - log_probs[row], ratio = expf(log_ratio);
-        const float advantage = (advantages[row] - to->advantage_mean) / to->advantage_scale;
-        const Sloped of_policy = policy_loss(to, advantage, log_prob, ratio), of_value = value_loss(to, value, values[row], returns[row]);
+        const float log_ratio = log_prob - lesson->log_probs[row], ratio = expf(log_ratio);
+        const float advantage = (lesson->advantages[row] - to->advantage_mean) / to->advantage_scale;
+        const Sloped of_policy = policy_loss(to, advantage, log_prob, ratio);
+        const Sloped of_value = value_loss(to, value, lesson->values[row], lesson->returns[row]);
         const float along_log_prob = weight * of_policy.slope, along_value = to->value_coefficient * weight * of_value.slope;
         const float along_entropy = -to->entropy_coefficient * weight;
 
         for (long k = 0; k < width; k++) gradient[k] = along_value * heads->value_weight[k];
-        add_scaled(width, along_value, x, value_weight_gradient);
-        value_bias_gradient[0] += along_value;
+        add_scaled(width, along_value, x, lesson->value_weight_gradient);
+        lesson->value_bias_gradient[0] += along_value;
         /* With p the policy and H its entropy, d log p_a / d logit_j = [a = j] - p_j, d H / d logit_j = -p_j (log p_j + H). */
         for (long j = 0; j < num_actions; j++) {
             float slope = -policy[j] * (along_log_prob + along_entropy * (log_policy[j] + entropy));
             if (j == actions[row]) slope += along_log_prob;
             add_scaled(width, slope, heads->policy_weight + j * width, gradient);
-            add_scaled(width, slope, x, policy_weight_gradient + j * width);
-            policy_bias_gradient[j] += slope;
+            add_scaled(width, slope, x, lesson->policy_weight_gradient + j * width);
+            lesson->policy_bias_gradient[j] += slope;
         }
         statistics[0] += weight * of_policy.loss;
         statistics[1] += weight * of_value.loss;

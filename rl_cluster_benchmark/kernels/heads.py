@@ -54,6 +54,39 @@ class Objective(ctypes.Structure):
     )
 
 
+class Lesson(ctypes.Structure):
+    """The samples of a pass and where to add to: as in heads.c."""
+
+    _fields_ = (
+        ("heads", Heads),
+        ("objective", Objective),
+        *((name, ctypes.c_void_p) for name in ("actions", "log_probs", "values", "advantages", "returns", "valid")),
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("policy_weight", "policy_bias", "value_weight", "value_bias")),
+        ("statistics", ctypes.c_void_p),
+    )
+
+    @classmethod
+    def of(cls, policy: nn.Linear, value: nn.Linear, batch: Sequence[Tensor], objective: Objective) -> Lesson:
+        """`batch` has the actions, their log-probabilities, values, advantages, returns and weights of all samples."""
+        return cls(Heads.of(policy, value), objective, *_pointers(batch))
+
+    def aim(self, rows: Tensor, gradients: Gradients) -> None:
+        """The next pass is over these rows of the batch, and adds to these gradients."""
+        self.rows = rows.data_ptr()
+        self.policy_weight, self.policy_bias, self.value_weight, self.value_bias = gradients.heads
+        self.statistics = gradients.statistics
+
+
+class Gradients:
+    """Where a pass in C adds to: a part for each of the model's parameters, in their order, and the five statistics."""
+
+    def __init__(self, parts: Sequence[Tensor], statistics: Tensor) -> None:
+        pointers = _pointers(parts)
+        self.trunk = (ctypes.c_void_p * len(pointers[:-4]))(*pointers[:-4])
+        self.heads, self.statistics = pointers[-4:], statistics.data_ptr()
+
+
 class Acting:
     """Chooses actions, step after step, with Gumbel noise [T, N, A]."""
 
@@ -72,21 +105,16 @@ class Acting:
         return self._chosen
 
 
-def run(
-    policy: nn.Linear, value: nn.Linear, features: Tensor, rows: Tensor, batch: Sequence[Tensor], objective: Objective,
-    statistics: Tensor,
-) -> Tensor:  # fmt: skip
-    """Add to the heads' gradients and to the five statistics; returns the gradient of the features, [B, F].
-
-    `batch` has the actions, their log-probabilities, values, advantages, returns and weights of all samples; those at
-    `rows` have these features.
-    """
+def run(lesson: Lesson, features: Tensor) -> Tensor:
+    """Add to the heads' gradients and to the statistics; returns the gradient of the features, [B, F]."""
     gradient = torch.empty_like(features)
-    gradients = [weight.grad for head in (policy, value) for weight in (head.weight, head.bias) if weight is not None]
-    pointers = _pointers((rows, features, *batch, *gradients, statistics, gradient))
-    heads = Heads.of(policy, value)
-    _library().heads_pass(ctypes.byref(heads), len(features), ctypes.byref(objective), *pointers)
+    losses()(ctypes.byref(lesson), 0, len(features), features.data_ptr(), gradient.data_ptr())
     return gradient
+
+
+def losses() -> Any:
+    """What `run` calls, for other code in C."""
+    return _library().heads_pass
 
 
 def suit(policy: nn.Linear, device: torch.device) -> bool:
@@ -107,8 +135,9 @@ def _library() -> ctypes.CDLL:
 def _load() -> ctypes.CDLL | None:
     library = build.load("heads.c")
     if library is not None:
-        for function, num_tensors in ((library.heads_act, 5), (library.heads_pass, 15)):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_long, *[ctypes.c_void_p] * num_tensors]
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        library.heads_act.argtypes = [pointer, number, *[pointer] * 5]
+        library.heads_pass.argtypes = [pointer, number, number, pointer, pointer]
         library.heads_act.restype = library.heads_pass.restype = None
     return library
 

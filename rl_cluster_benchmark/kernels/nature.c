@@ -412,60 +412,40 @@ Nature *nature_create(int height, int width, int num_convs, const int *channels,
     return net;
 }
 
-/* Room for `batch` samples to be saved. 0 if there is no memory. */
-static int reserve(Nature *net, int batch) {
-    if (batch <= net->capacity) return 1;
-    const long samples = round_up(batch, 32);
+/* ---- Passes ------------------------------------------------------------------------------------------------------- */
+
+static int save_room(Nature *net, long samples) {
     free(net->first), free(net->second);
     net->first = allocate(sizeof(bf16) * samples * SIZE1 * OUT1);
     net->second = allocate(sizeof(bf16) * samples * SIZE2 * OUT2);
-    net->capacity = dense_reserve(&net->hidden, samples) && net->first && net->second ? (int)samples : 0;
-    return net->capacity > 0;
+    return net->first && net->second;
 }
 
-/* out[batch][hidden]. Saves what nature_backward needs if asked to; returns 0 if there is no memory. */
-int nature_forward(Nature *net, const uint8_t *observations, const int64_t *rows, int batch, int save, float *out) {
-    const Images images = {observations, rows, 64L * LINE};
-    const int chunk = save ? batch : 32;
-    if (!reserve(net, smaller(batch, chunk))) return 0;
-    tiles_begin();
-    for (int start = 0; start < batch; start += chunk) {
-        const int count = smaller(chunk, batch - start);
-        for (int s = 0; s < count; s += GROUP) {
-            const long place = save ? s : 0; /* without saving, every group uses the same one */
-            run_group(net, images, start + s, smaller(GROUP, count - s), net->first + place * SIZE1 * OUT1,
-                      net->second + place * SIZE2 * OUT2, net->hidden.inputs + (long)s * FEATURES);
-        }
-        dense_forward(&net->hidden, count, out + (long)start * net->hidden.width);
+/* Without saving, every group uses the same place. */
+static void run_samples(Nature *net, Images images, int start, int count, int save, bf16 *features) {
+    for (int s = 0; s < count; s += GROUP) {
+        const long place = save ? s : 0;
+        run_group(net, images, start + s, smaller(GROUP, count - s), net->first + place * SIZE1 * OUT1,
+                  net->second + place * SIZE2 * OUT2, features + (long)s * FEATURES);
     }
-    tiles_end();
-    return 1;
 }
 
-/* Add the gradients of the batch that was last saved. `out` is what nature_forward gave. With row_inputs, those of
- * the hidden layer's weights are left out: nature_products makes them of the rows of many passes. */
-int nature_backward(Nature *net, const uint8_t *observations, const int64_t *rows, int batch, const float *out,
-                    const float *grad_out, float *const *weights, float *const *biases, bf16 *row_inputs, bf16 *row_slopes) {
-    const Images images = {observations, rows, 64L * LINE};
-    Gradient gradients[4];
-    for (int i = 0; i < 4; i++) gradients[i] = (Gradient){weights[i], biases[i]};
-    memset(net->first_gradient, 0, sizeof(float) * OUT1 * PATCH1);
-    tiles_begin();
-    dense_backward(&net->hidden, out, grad_out, batch, gradients[3], (Rows){row_inputs, row_slopes});
-    memset(net->hidden.grad_inputs + (long)batch * FEATURES, 0, sizeof(bf16) * (batch % 2) * FEATURES); /* a tile has two samples */
-    for (int s = 0; s < batch; s += GROUP)
-        return_group(net, images, s, smaller(GROUP, batch - s), net->first + (long)s * SIZE1 * OUT1,
-                     net->second + (long)s * SIZE2 * OUT2, net->hidden.grad_inputs + (long)s * FEATURES, gradients);
-    tiles_end();
-    add_first_gradient(net->first_gradient, weights[0]);
-    return 1;
+static void begin_gradients(Nature *net) { memset(net->first_gradient, 0, sizeof(float) * OUT1 * PATCH1); }
+
+static void return_samples(Nature *net, Images images, int start, int count, bf16 *grad, const Gradient *gradients) {
+    memset(grad + (long)count * FEATURES, 0, sizeof(bf16) * (count % 2) * FEATURES); /* a tile has two samples */
+    for (int s = 0; s < count; s += GROUP)
+        return_group(net, images, start + s, smaller(GROUP, count - s), net->first + (long)s * SIZE1 * OUT1,
+                     net->second + (long)s * SIZE2 * OUT2, grad + (long)s * FEATURES, gradients);
 }
 
-/* The gradient of the hidden layer's weights, some columns of it, from rows that nature_backward left. */
-int nature_products(Nature *net, bf16 *inputs, bf16 *slopes, int samples, int first, int last, float *weights) {
-    tiles_begin();
-    const int done = dense_products(&net->hidden, (Rows){inputs, slopes}, samples, first, last, weights);
-    tiles_end();
-    return done;
-}
+static void end_gradients(const Nature *net, const Gradient *gradients) { add_first_gradient(net->first_gradient, gradients->weights); }
+
+#define Net Nature
+#define NAME(function) nature_##function
+#define NUM_CONVS(net) 3
+#define IMAGE_BYTES(net) (64L * LINE)
+#define SLOTS GROUP
+#define CHUNK 64
+#include "trunk.h"
 #endif

@@ -547,59 +547,41 @@ Network *network_create(int height, int width, int num_stages, const int *channe
     return net;
 }
 
-/* Room for `batch` samples to be saved. 0 if there is no memory. */
-static int reserve(Network *net, int batch) {
-    if (batch <= net->capacity) return 1;
-    const long samples = round_up(batch, 32);
+/* ---- Passes ------------------------------------------------------------------------------------------------------- */
+
+static int save_room(Network *net, long samples) {
     free(net->saved);
-    net->saved = allocate(samples * net->sample_size);
-    net->capacity = dense_reserve(&net->hidden, samples) && net->saved ? (int)samples : 0;
-    return net->capacity > 0;
+    return (net->saved = allocate(samples * net->sample_size)) != NULL;
 }
 
-/* out[batch][hidden]. Saves what network_backward needs if asked to; returns 0 if there is no memory. */
-int network_forward(Network *net, const uint8_t *observations, const int64_t *rows, int batch, int save, float *out) {
-    const Images images = {observations, rows, 3L * net->height * net->width};
-    if (!reserve(net, save ? batch : smaller(batch, 32))) return 0;
-    tiles_begin();
-    const int chunk = save ? batch : 32; /* without saving, every sample uses the same place */
-    for (int start = 0; start < batch; start += chunk) {
-        const int count = smaller(chunk, batch - start);
-        for (int b = 0; b < count; b++)
-            run_sample(net, image(images, start + b), net->saved + (save ? b : 0) * net->sample_size,
-                       net->hidden.inputs + (long)b * net->hidden.features);
-        dense_forward(&net->hidden, count, out + (long)start * net->hidden.width);
-    }
-    tiles_end();
-    return 1;
+/* Without saving, every sample uses the same place. */
+static void run_samples(Network *net, Images images, int start, int count, int save, bf16 *features) {
+    for (int b = 0; b < count; b++)
+        run_sample(net, image(images, start + b), net->saved + (save ? b : 0) * net->sample_size,
+                   features + (long)b * net->hidden.features);
 }
 
-/* Add the gradients of the batch that was last saved. `out` is what network_forward gave. With row_inputs, those of
- * the hidden layer's weights are left out: network_products makes them of the rows of many passes. */
-int network_backward(Network *net, const uint8_t *observations, const int64_t *rows, int batch, const float *out,
-                     const float *grad_out, float *const *weights, float *const *biases, bf16 *row_inputs, bf16 *row_slopes) {
-    const Images images = {observations, rows, 3L * net->height * net->width};
-    const int num_convs = net->num_stages * STAGE_CONVS, first_channels = net->stages[0].channels;
-    Gradient gradients[MAX_STAGES * STAGE_CONVS + 1];
-    for (int i = 0; i <= num_convs; i++) gradients[i] = (Gradient){weights[i], biases[i]};
-    memset(net->first_gradient, 0, sizeof(float) * first_channels * 3 * LANES);
-    tiles_begin();
-    dense_backward(&net->hidden, out, grad_out, batch, gradients[num_convs], (Rows){row_inputs, row_slopes});
-    for (int b = 0; b < batch; b++)
-        return_sample(net, image(images, b), net->saved + b * net->sample_size,
-                      net->hidden.grad_inputs + (long)b * net->hidden.features, gradients);
-    tiles_end();
-    for (int o = 0; o < first_channels; o++)
+static void begin_gradients(Network *net) {
+    memset(net->first_gradient, 0, sizeof(float) * net->stages[0].channels * 3 * LANES);
+}
+
+static void return_samples(Network *net, Images images, int start, int count, const bf16 *grad, const Gradient *gradients) {
+    for (int b = 0; b < count; b++)
+        return_sample(net, image(images, start + b), net->saved + b * net->sample_size, grad + (long)b * net->hidden.features,
+                      gradients);
+}
+
+static void end_gradients(const Network *net, const Gradient *gradients) {
+    for (int o = 0; o < net->stages[0].channels; o++)
         for (int k = 0; k < 27; k++)
-            weights[0][o * 27 + k] += net->first_gradient[(o * 3 + k / 9) * LANES + k % 9 / 3 * RGB + k % 3];
-    return 1;
+            gradients->weights[o * 27 + k] += net->first_gradient[(o * 3 + k / 9) * LANES + k % 9 / 3 * RGB + k % 3];
 }
 
-/* The gradient of the hidden layer's weights, some columns of it, from rows that network_backward left. */
-int network_products(Network *net, bf16 *inputs, bf16 *slopes, int samples, int first, int last, float *weights) {
-    tiles_begin();
-    const int done = dense_products(&net->hidden, (Rows){inputs, slopes}, samples, first, last, weights);
-    tiles_end();
-    return done;
-}
+#define Net Network
+#define NAME(function) network_##function
+#define NUM_CONVS(net) ((net)->num_stages * STAGE_CONVS)
+#define IMAGE_BYTES(net) (3L * (net)->height * (net)->width)
+#define SLOTS 1
+#define CHUNK 16
+#include "trunk.h"
 #endif

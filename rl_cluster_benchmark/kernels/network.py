@@ -22,6 +22,7 @@ from torch import Tensor
 from rl_cluster_benchmark.kernels import build
 
 LANES = 16  # columns that are computed together
+NO_MEMORY = "no memory for the activations of a pass; a smaller hardware.micro_batch needs less"
 FORWARD_ERROR, GRADIENT_ERROR = 0.01, 0.25  # relative; rounding moves a few winners of ReLU and pooling
 
 
@@ -51,14 +52,17 @@ class NativeTrunk:
         self, library: ctypes.CDLL, prefix: str, network: int, weights: Sequence[Tensor], biases: Sequence[Tensor]
     ) -> None:
         self._network = ctypes.c_void_p(network)
-        self._c_pack, self._c_forward, self._c_backward, self._c_products, self._c_destroy = (
-            library[f"{prefix}_{name}"] for name in ("pack", "forward", "backward", "products", "destroy")
+        self._c_pack, self._c_forward, self._c_backward, self._c_train, self._c_products, self._c_destroy = (
+            library[f"{prefix}_{name}"] for name in ("pack", "forward", "backward", "train", "products", "destroy")
         )
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        self._c_train.argtypes = [pointer, pointer, pointer, number, *[pointer] * 6]
         self._weights, self._biases = weights, biases
         self._width = len(biases[-1])
         self._passes = 0
         self.stale = True
         self.rows: Rows | None = None  # where backward passes leave theirs, instead of adding to the gradient
+        self.seconds = (ctypes.c_double * 3)()  # in `train`: forward, in the losses, backward
 
     def __call__(self, observations: Tensor) -> Tensor:
         """uint8 [B, H, W, 3] -> float32 [B, hidden_size]."""
@@ -82,21 +86,40 @@ class NativeTrunk:
         out = torch.empty(count, self._width)
         self._passes += 1
         if not self._c_forward(self._network, _pointer(observations), _pointer(rows), count, int(save), _pointer(out)):
-            raise MemoryError("no memory for the activations of a pass; a smaller hardware.micro_batch needs less")
+            raise MemoryError(NO_MEMORY)
         return out
 
     def backward(self, observations: Tensor, rows: Tensor | None, out: Tensor, grad: Tensor, number: int) -> None:
         if number != self._passes:
             raise RuntimeError("another forward pass came before the backward pass of this one")
-        for parameter in (*self._weights, *self._biases):
+        parameters = [parameter for layer in zip(self._weights, self._biases, strict=True) for parameter in layer]
+        for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         grad = grad.contiguous()
-        gradients = ([parameter.grad for parameter in kind] for kind in (self._weights, self._biases))
         self._c_backward(
             self._network, _pointer(observations), _pointer(rows), len(out), _pointer(out), _pointer(grad),
-            *map(_pointers, gradients), *(map(_pointer, self.rows) if self.rows else (None, None)),
+            _pointers([parameter.grad for parameter in parameters]),
+            *(map(_pointer, self.rows) if self.rows else (None, None)),
         )  # fmt: skip
+
+    def train(
+        self, observations: Tensor, rows: Tensor, losses: Any, context: ctypes.Structure, gradients: ctypes.Array[Any]
+    ) -> None:
+        """Forward and backward over some rows of the observations in one call, with the losses in C between them.
+
+        `losses(context, ...)` takes the features and gives their gradient; what is added goes to `gradients`, pointers
+        to a part for each weight and bias in turn.
+        """
+        if self.stale:
+            self._pack()
+        self._passes += 1
+        places = (part.data_ptr() for part in self.rows) if self.rows else (None, None)
+        if not self._c_train(
+            self._network, observations.data_ptr(), rows.data_ptr(), len(rows), losses, ctypes.byref(context),
+            gradients, *places, self.seconds,
+        ):  # fmt: skip
+            raise MemoryError(NO_MEMORY)
 
     @property
     def hidden_weights(self) -> Tensor:
@@ -177,7 +200,7 @@ def _make(
 @cache
 def _library(architecture: str) -> ctypes.CDLL | None:
     source = SOURCES[architecture]
-    library = build.load(source.file, ["dense.h", "tiles.h"])
+    library = build.load(source.file, ["trunk.h", "dense.h", "tiles.h"])
     if library is None or not hasattr(library, f"{source.prefix}_create"):
         return None
     return library if agrees_with_torch(library, source) else None

@@ -1,0 +1,94 @@
+/* Passes over a batch, the same for every network: network.c and nature.c include this behind their convolutions.
+ *
+ * They define `Net`, which has a `Dense hidden` and an `int capacity` (samples that it can save), NAME (of the functions
+ * here), NUM_CONVS, IMAGE_BYTES, SLOTS (samples that a pass needs room for when it saves none), CHUNK, and the functions
+ * save_room, run_samples, return_samples, begin_gradients and end_gradients.
+ */
+#include <time.h>
+
+/* What lies behind the features: from those of `count` samples of a pass, from number `first` on, to their gradient. */
+typedef void Losses(const void *context, long first, long count, const float *features, float *gradient);
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+INLINE double add_seconds(double *seconds, double since) {
+    const double time = now();
+    *seconds += time - since;
+    return time;
+}
+
+/* Room to save some samples, and for the rows of others in the hidden layer. 0 if there is no memory. */
+static int reserve(Net *net, int saved, int rows) {
+    if (saved > net->capacity) net->capacity = save_room(net, round_up(saved, 32)) ? (int)round_up(saved, 32) : 0;
+    return saved <= net->capacity && dense_reserve(&net->hidden, round_up(rows, 32));
+}
+
+/* out[batch][hidden]. Saves what `backward` needs if asked to; returns 0 if there is no memory. */
+int NAME(forward)(Net *net, const uint8_t *observations, const int64_t *rows, int batch, int save, float *out) {
+    const Images images = {observations, rows, IMAGE_BYTES(net)};
+    const int chunk = save ? batch : smaller(batch, 32);
+    if (!reserve(net, save ? batch : SLOTS, chunk)) return 0;
+    tiles_begin();
+    for (int start = 0; start < batch; start += chunk) {
+        const int count = smaller(chunk, batch - start);
+        run_samples(net, images, start, count, save, net->hidden.inputs);
+        dense_forward(&net->hidden, 0, count, out + (long)start * net->hidden.width);
+    }
+    tiles_end();
+    return 1;
+}
+
+/* Add the gradients of the batch that was last saved. `out` is what `forward` gave. With row_inputs, those of the hidden
+ * layer's weights are left out: `products` makes them of the rows of many passes. */
+void NAME(backward)(Net *net, const uint8_t *observations, const int64_t *rows, int batch, const float *out,
+                    const float *grad_out, const Gradient *gradients, bf16 *row_inputs, bf16 *row_slopes) {
+    const Images images = {observations, rows, IMAGE_BYTES(net)};
+    tiles_begin();
+    begin_gradients(net);
+    dense_return(&net->hidden, 0, batch, out, grad_out);
+    return_samples(net, images, 0, batch, net->hidden.grad_inputs, gradients);
+    dense_gradients(&net->hidden, batch, gradients[NUM_CONVS(net)], (Rows){row_inputs, row_slopes});
+    end_gradients(net, gradients);
+    tiles_end();
+}
+
+/* Both in one, with the losses between them: few samples at a time, so that what is saved of them stays in the cache.
+ * Adds the seconds that went forward, into the losses, and backward. */
+int NAME(train)(Net *net, const uint8_t *observations, const int64_t *rows, int batch, Losses *losses, const void *context,
+                const Gradient *gradients, bf16 *row_inputs, bf16 *row_slopes, double seconds[3]) {
+    const Images images = {observations, rows, IMAGE_BYTES(net)};
+    if (!reserve(net, smaller(batch, CHUNK), batch)) return 0;
+    Dense *hidden = &net->hidden;
+    double last = now();
+    tiles_begin();
+    begin_gradients(net);
+    for (int start = 0; start < batch; start += CHUNK) {
+        const int count = smaller(CHUNK, batch - start);
+        const long place = (long)start * hidden->features;
+        run_samples(net, images, start, count, 1, hidden->inputs + place);
+        dense_forward(hidden, start, count, hidden->out);
+        last = add_seconds(seconds, last);
+        losses(context, start, count, hidden->out, hidden->grad_out);
+        last = add_seconds(seconds + 1, last);
+        dense_return(hidden, start, count, hidden->out, hidden->grad_out);
+        return_samples(net, images, start, count, hidden->grad_inputs + place, gradients);
+        last = add_seconds(seconds + 2, last);
+    }
+    dense_gradients(hidden, batch, gradients[NUM_CONVS(net)], (Rows){row_inputs, row_slopes});
+    end_gradients(net, gradients);
+    tiles_end();
+    add_seconds(seconds + 2, last);
+    return 1;
+}
+
+/* The gradient of the hidden layer's weights, some columns of it, from rows that passes left. 0 if there is no memory. */
+int NAME(products)(Net *net, bf16 *inputs, bf16 *slopes, int samples, int first, int last, float *weights) {
+    tiles_begin();
+    const int done = dense_products(&net->hidden, (Rows){inputs, slopes}, samples, first, last, weights);
+    tiles_end();
+    return done;
+}
