@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.algorithms.on_policy import Batch, Moments, Samples
+from rl_cluster_benchmark.algorithms.minibatch import Batch, Moments, Samples
 from rl_cluster_benchmark.algorithms.optimizers import Adam
 from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
@@ -146,7 +146,7 @@ def whole_pass(count: int) -> Case:
     def add(in_c: bool) -> None:
         ppo.on_policy.in_c = in_c
         rows = np.random.default_rng().integers(1024, size=count)
-        ppo.on_policy.accumulation(batch, Moments(count, 0.0, 1.0), ppo.objective)(rows, 0)
+        ppo.on_policy.gradient(batch, Moments(count, 0.0, 1.0), ppo.objective).add(rows, 0)
 
     name = f"PPO's heads and losses in C instead of torch, a whole pass of {count}"
     return name, lambda: add(True), lambda: add(False)

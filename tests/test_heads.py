@@ -9,7 +9,8 @@ from conftest import ScriptedEnv
 from torch import nn
 
 from rl_cluster_benchmark.algorithms.a2c import OBJECTIVE as A2C_OBJECTIVE
-from rl_cluster_benchmark.algorithms.on_policy import STATS, Batch, Moments
+from rl_cluster_benchmark.algorithms.minibatch import Batch, Moments
+from rl_cluster_benchmark.algorithms.on_policy import STATS
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
@@ -50,7 +51,7 @@ def gradient_and_stats(ppo, batch, objective, *, in_c):
     learner.learner.zero_grad()
     learner.learner.stats.zero_()
     rows = np.random.default_rng(2).permutation(SAMPLES)[:200]
-    learner.accumulation(batch, Moments(180.0, 0.2, 1.7), objective)(rows, 0)
+    learner.gradient(batch, Moments(180.0, 0.2, 1.7), objective).add(rows, 0)
     return learner.learner.grad.clone(), learner.learner.stats.clone()
 
 

@@ -8,7 +8,8 @@ import torch
 from conftest import ScriptedEnv, targets
 
 from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.on_policy import Batch, Samples, divide
+from rl_cluster_benchmark.algorithms.minibatch import Batch, Samples
+from rl_cluster_benchmark.algorithms.on_policy import divide
 from rl_cluster_benchmark.algorithms.optimizers import Adam, RMSprop
 from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from rl_cluster_benchmark.algorithms.on_policy import Losses, Objective, OnPolicyLearner, Samples
+from rl_cluster_benchmark.algorithms.minibatch import Losses, Objective, Samples
+from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
 from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.bad_numbers import mean_of, report
 from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.on_policy import STATS, Losses, explained_variance, learning_rate
+from rl_cluster_benchmark.algorithms.minibatch import Losses
+from rl_cluster_benchmark.algorithms.on_policy import STATS, explained_variance, learning_rate
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing

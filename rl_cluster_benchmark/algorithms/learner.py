@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.optimizers import Optimizer
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
-from rl_cluster_benchmark.kernels import heads
+from rl_cluster_benchmark.kernels.lesson import Vectors
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.timing import beat
 
@@ -27,10 +27,6 @@ class GradientVector:
         self.stats = vector[size:]
         self.parts = list(views(model, vector[:size]).values())  # of each parameter
         self.written = vector[: left_out.start], vector[left_out.stop :]
-
-    @cached_property
-    def in_c(self) -> heads.Gradients:
-        return heads.Gradients(self.parts, self.stats)
 
 
 class Learner:
@@ -69,23 +65,21 @@ class Learner:
         """Of shared work."""
         return len(self._vectors) - 1
 
-    def write_to(self, index: int, *, by_torch: bool = True) -> None:
-        """Let passes add to this worker's own gradient, 0, or to that of piece index - 1 of shared work.
+    def write_to(self, index: int) -> None:
+        """Let backward passes add to this worker's own gradient, 0, or to that of piece index - 1 of shared work."""
+        self.written_to, self._current = index, self._vectors[index]
+        self.stats = self._current.stats
+        for parameter, part in zip(self._parameters, self._current.parts, strict=True):
+            parameter.grad = part
 
-        Those in C are told where; those of torch write where the parameters say.
-        """
-        self.current = self._vectors[index]
-        if by_torch:
-            for parameter, part in zip(self._parameters, self.current.parts, strict=True):
-                parameter.grad = part
-
-    @property
-    def stats(self) -> Tensor:
-        return self.current.stats
+    @cached_property
+    def in_c(self) -> Vectors:
+        """The same vectors, for passes in C, which are told where to add to."""
+        return Vectors((vector.parts, vector.stats, vector.written) for vector in self._vectors)
 
     def zero_grad(self) -> None:
         """Never through the model: that would unlink its gradients from the flat vector."""
-        for part in self.current.written:
+        for part in self._current.written:
             part.zero_()
 
     def sum_over_workers(self) -> None:

@@ -7,8 +7,7 @@ else here depends on how many there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -19,8 +18,16 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.bad_numbers import SKIPPED, report
 from rl_cluster_benchmark.algorithms.learner import Learner
+from rl_cluster_benchmark.algorithms.minibatch import (
+    Batch,
+    Gradient,
+    InOneCall,
+    Moments,
+    Objective,
+    PassByPass,
+    Rows,
+)
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
-from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
@@ -30,61 +37,7 @@ from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 
 SMALLEST_PIECE = 4  # samples; below that, the cost of a pass is not the samples'
-EPSILON = 1e-8  # of the advantages' deviation
 STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
-
-
-class Losses(NamedTuple):
-    """Per sample, [B] each, in the order of STATS."""
-
-    policy: Tensor
-    value: Tensor
-    entropy: Tensor
-    approx_kl: Tensor
-    clipped: Tensor
-
-
-@dataclass
-class Batch:
-    """Samples, flattened: row t * N + n is step t of environment n, of one worker or of all that share work."""
-
-    observations: Tensor  # [T * N, *observation_shape]
-    valid: Tensor  # [T * N] 1 for experience, 0 for resets
-    actions: Tensor
-    log_probs: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
-
-
-class Moments(NamedTuple):
-    """Of a minibatch over all workers."""
-
-    num_samples: float
-    advantage_mean: float
-    advantage_std: float
-
-
-class Samples(NamedTuple):
-    """A cache-sized piece of a minibatch: what a loss needs besides the network's output, [B] each."""
-
-    log_probs: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
-
-
-Rows = list[NDArray[np.int64]]
-"""Of a minibatch: the rows of each worker that can see the batch."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What a sample costs: in torch, and the same for the code in C."""
-
-    losses: Callable[[Pass, Samples], tuple[Losses, Slopes]]
-    clip_range: float | None  # of PPO; None for the plain policy gradient
-    clip_value_loss: bool
 
 
 class OnPolicyLearner:
@@ -159,83 +112,22 @@ class OnPolicyLearner:
         kept, shared, bounds = division
         if learner.hidden is not None:
             learner.hidden.begin(sum(kept) + len(shared))
-        accumulate = self.accumulation(batch, moments, objective)
-        learner.zero_grad()
-        accumulate(rows[self.rank][: kept[self.rank]], sum(kept[: self.rank]))
+        gradient = self.gradient(batch, moments, objective)
+        gradient.add(rows[self.rank][: kept[self.rank]], sum(kept[: self.rank]))
         learner.stats[-1] = float(interrupted)
         if sharing is not None and division.num_pieces:
-            for number in sharing.take():
-                start, end = bounds[number : number + 2]
-                learner.write_to(1 + number, by_torch=not self.in_one_call)
-                learner.zero_grad()
-                accumulate(shared[start:end], sum(kept) + start)
-            learner.write_to(0, by_torch=not self.in_one_call)
+            gradient.take(sharing, shared, bounds, sum(kept))
         learner.sum_over_workers()
         *means, stops = learner.stats.tolist()
         grad_norm = learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
-    @property
-    def in_one_call(self) -> bool:
-        """From the observations to the losses and back in C?"""
-        return self.in_c and self.model.native_trunk is not None
-
-    def accumulation(
-        self, batch: Batch, moments: Moments, objective: Objective
-    ) -> Callable[[NDArray[np.int64], int], None]:
-        """What adds the gradient and the statistics of a part of the minibatch, given its rows and its place in it.
-
-        As many samples at a time as fit into the cache; masked ones weigh nothing.
-        """
+    def gradient(self, batch: Batch, moments: Moments, objective: Objective) -> Gradient:
+        """Of a minibatch, to be added up."""
         if not self.hyper.normalize_advantage:
             moments = moments._replace(advantage_mean=0.0, advantage_std=1.0)
-        if self.in_c:
-            policy, value = self.model.policy_head, self.model.value_head
-            targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
-            lesson = heads.Lesson.of(policy, value, targets, self._objective_in_c(moments, objective))
-            one_pass = partial(self._pass_in_c, batch.observations.contiguous(), lesson)
-        else:
-            one_pass = partial(self._pass, batch, moments, objective)
-
-        @torch.no_grad()
-        def accumulate(rows: NDArray[np.int64], place: int) -> None:
-            for start in range(0, len(rows), self.micro_batch):
-                some = torch.from_numpy(rows[start : start + self.micro_batch])
-                if self.learner.hidden is not None:
-                    self.learner.hidden.place(place + start, len(some))
-                one_pass(some)
-
-        return accumulate
-
-    def _pass_in_c(self, observations: Tensor, lesson: heads.Lesson, rows: Tensor) -> None:
-        gradients = self.learner.current.in_c
-        lesson.aim(rows, gradients)
-        if self.model.native_trunk is not None:
-            self.model.native_trunk.train(observations, rows, heads.losses(), lesson, gradients.trunk)
-        else:
-            features, back = self.model.pass_through(observations, rows)
-            back(heads.run(lesson, features))
-
-    def _objective_in_c(self, moments: Moments, objective: Objective) -> heads.Objective:
-        clip_range = -1.0 if objective.clip_range is None else objective.clip_range
-        return heads.Objective(
-            moments.advantage_mean, moments.advantage_std + EPSILON, moments.num_samples,
-            clip_range, objective.clip_value_loss, self.hyper.vf_coef, self.hyper.ent_coef,
-        )  # fmt: skip
-
-    def _pass(self, batch: Batch, moments: Moments, objective: Objective, rows: Tensor) -> None:
-        observations, rows = batch.observations.index_select(0, rows).to(self.device), rows.to(self.device)
-        now = Pass(self.model, observations, batch.actions[rows])
-        advantages = (batch.advantages[rows] - moments.advantage_mean) / (moments.advantage_std + EPSILON)
-        samples = Samples(batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows])
-        losses, slopes = objective.losses(now, samples)
-        weight = batch.valid[rows] / moments.num_samples
-        now.backward(
-            log_probs=weight * slopes.log_probs,
-            values=self.hyper.vf_coef * weight * slopes.values,
-            entropy=-self.hyper.ent_coef * weight,
-        )
-        self.learner.stats[:-1] += torch.stack(losses) @ weight
+        in_one_call = self.in_c and self.model.native_trunk is not None
+        return (InOneCall if in_one_call else PassByPass)(self, batch, moments, objective)
 
     def learning_rate(self, progress: float) -> float:
         return learning_rate(self.hyper, progress)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from rl_cluster_benchmark.algorithms.bad_numbers import mean_of
-from rl_cluster_benchmark.algorithms.on_policy import Losses, Objective, OnPolicyLearner, Rows, Samples
+from rl_cluster_benchmark.algorithms.minibatch import Losses, Objective, Rows, Samples
+from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
 from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.config import Config

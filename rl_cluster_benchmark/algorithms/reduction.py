@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rl_cluster_benchmark.algorithms.on_policy import Batch
-    from rl_cluster_benchmark.kernels.network import NativeTrunk
+    from rl_cluster_benchmark.algorithms.minibatch import Batch
+    from rl_cluster_benchmark.kernels.network import NativeTrunk, Rows
 
 
 class Reducer(Protocol):
@@ -35,6 +35,11 @@ class Alone:
 
 class HiddenGradient(Protocol):
     """That of the hidden layer's weights, made once for a minibatch, from a row that passes leave for each sample."""
+
+    @property
+    def rows(self) -> Rows:
+        """Of all samples of a minibatch."""
+        ...
 
     def connect(self, trunk: NativeTrunk, part: slice) -> None:
         """The network, and where in the vector of its gradient these weights are."""
@@ -74,4 +79,9 @@ class Sharing(Protocol):
 
     def take(self) -> Iterator[int]:
         """Numbers of pieces that are this worker's to compute, until none is left."""
+        ...
+
+    @property
+    def pipe(self) -> int:
+        """That `take` takes them from, for code in C: 64 bits each."""
         ...

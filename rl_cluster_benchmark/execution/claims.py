@@ -17,7 +17,7 @@ MOST = 512  # numbers that fit into the smallest pipe that Linux makes, for a us
 
 class Claims:
     def __init__(self) -> None:
-        self._reading, self._writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.reading, self._writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def offer(self, numbers: Iterable[int]) -> None:
         message = b"".join(map(NUMBER.pack, numbers))
@@ -27,16 +27,16 @@ class Claims:
     def take(self) -> int | None:
         """None when there is nothing left."""
         try:
-            return NUMBER.unpack(os.read(self._reading, NUMBER.size))[0]
+            return NUMBER.unpack(os.read(self.reading, NUMBER.size))[0]
         except BlockingIOError:
             return None
 
     def close(self) -> None:
-        os.close(self._reading)
+        os.close(self.reading)
         os.close(self._writing)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {end: multiprocessing.reduction.DupFd(getattr(self, end)) for end in ("_reading", "_writing")}
+        return {end: multiprocessing.reduction.DupFd(getattr(self, end)) for end in ("reading", "_writing")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._reading, self._writing = state["_reading"].detach(), state["_writing"].detach()
+        self.reading, self._writing = state["reading"].detach(), state["_writing"].detach()

@@ -35,8 +35,8 @@ class HiddenGradient:
     """One worker's end."""
 
     def __init__(self, memory: SharedTensors, rank: int, num_workers: int) -> None:
-        self._rows, self._rank = Rows(memory["inputs"], memory["slopes"]), rank
-        blocks = self._rows.inputs.shape[1] // LANES
+        self.rows, self._rank = Rows(memory["inputs"], memory["slopes"]), rank
+        blocks = self.rows.inputs.shape[1] // LANES
         first, last = (LANES * (blocks * i // num_workers) for i in (rank, rank + 1))
         self._columns = range(first, last)
         self._samples: int | None = None  # of the minibatch at hand; 0 where this machine has none of it
@@ -53,18 +53,18 @@ class HiddenGradient:
 
     def begin(self, num_samples: int) -> None:
         """A minibatch: nobody reads the rows of the last one any more."""
-        assert num_samples <= len(self._rows.inputs)
+        assert num_samples <= len(self.rows.inputs)
         self._samples = num_samples
         if self._rank == 0:
-            for rows in self._rows:
+            for rows in self.rows:
                 rows[num_samples : padded(num_samples)].zero_()
 
     def place(self, start: int, count: int) -> None:
         """Of the next pass's samples in the minibatch."""
-        self._trunk.rows = Rows(*(rows[start : start + count] for rows in self._rows))
+        self._trunk.rows = Rows(*(rows[start : start + count] for rows in self.rows))
 
     def write(self, gradient: Tensor) -> None:
         """This worker's columns, once everyone's rows are there."""
         assert self._samples is not None
-        self._trunk.multiply(self._rows, self._samples, self._columns, gradient[self.part])
+        self._trunk.multiply(self.rows, self._samples, self._columns, gradient[self.part])
         self._samples = self._trunk.rows = None

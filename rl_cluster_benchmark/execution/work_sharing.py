@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.on_policy import Batch
+from rl_cluster_benchmark.algorithms.minibatch import Batch
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import hidden_gradient
 from rl_cluster_benchmark.execution.claims import MOST, Claims
@@ -117,3 +117,7 @@ class WorkSharing:
 
     def take(self) -> Iterator[int]:
         return iter(self._pieces.take, None)
+
+    @property
+    def pipe(self) -> int:
+        return self._pieces.reading

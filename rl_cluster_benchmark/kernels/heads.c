@@ -8,6 +8,8 @@
  */
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
+#include <unistd.h>
 
 #define MAX_ACTIONS 256
 #define INLINE static inline __attribute__((always_inline))
@@ -25,14 +27,23 @@ typedef struct {
     const float *policy_weight, *policy_bias, *value_weight, *value_bias;
 } Heads;
 
-/* The samples of a pass, [T * N] of the whole batch each but for the rows, and where to add to. */
+/* Where passes add to: a part for each of the network's weights and biases in turn, the heads', the five statistics. */
+typedef struct {
+    float *const *trunk;
+    float *policy_weight, *policy_bias, *value_weight, *value_bias, *statistics;
+    float *written[2]; /* everything that they add to, in two runs: it is cleared first */
+    long sizes[2];
+} Vector;
+
+/* A minibatch: what is known of its samples, [T * N] of the whole batch each; and of the pass at hand the rows in it, and
+ * where to add to. */
 typedef struct {
     Heads heads;
     Objective objective;
     const int64_t *actions;
     const float *log_probs, *values, *advantages, *returns, *valid;
     const int64_t *rows;
-    float *policy_weight_gradient, *policy_bias_gradient, *value_weight_gradient, *value_bias_gradient, *statistics;
+    const Vector *to;
 } Lesson;
 
 typedef struct {
@@ -113,7 +124,8 @@ void heads_pass(const Lesson *lesson, long first, long count, const float *featu
     const Heads *heads = &lesson->heads;
     const Objective *to = &lesson->objective;
     const int64_t *actions = lesson->actions;
-    float *statistics = lesson->statistics;
+    const Vector *sum = lesson->to;
+    float *statistics = sum->statistics;
     const long width = heads->width, num_actions = heads->num_actions;
     float log_policy[MAX_ACTIONS], policy[MAX_ACTIONS];
     for (long i = 0; i < count; i++) {
@@ -132,15 +144,15 @@ void heads_pass(const Lesson *lesson, long first, long count, const float *featu
         const float along_entropy = -to->entropy_coefficient * weight;
 
         for (long k = 0; k < width; k++) gradient[k] = along_value * heads->value_weight[k];
-        add_scaled(width, along_value, x, lesson->value_weight_gradient);
-        lesson->value_bias_gradient[0] += along_value;
+        add_scaled(width, along_value, x, sum->value_weight);
+        sum->value_bias[0] += along_value;
         /* With p the policy and H its entropy, d log p_a / d logit_j = [a = j] - p_j, d H / d logit_j = -p_j (log p_j + H). */
         for (long j = 0; j < num_actions; j++) {
             float slope = -policy[j] * (along_log_prob + along_entropy * (log_policy[j] + entropy));
             if (j == actions[row]) slope += along_log_prob;
             add_scaled(width, slope, heads->policy_weight + j * width, gradient);
-            add_scaled(width, slope, x, lesson->policy_weight_gradient + j * width);
-            lesson->policy_bias_gradient[j] += slope;
+            add_scaled(width, slope, x, sum->policy_weight + j * width);
+            sum->policy_bias[j] += slope;
         }
         statistics[0] += weight * of_policy.loss;
         statistics[1] += weight * of_value.loss;
@@ -148,4 +160,48 @@ void heads_pass(const Lesson *lesson, long first, long count, const float *featu
         statistics[3] += weight * (ratio - 1 - log_ratio);
         statistics[4] += to->clip_range >= 0 && fabsf(ratio - 1) > to->clip_range ? weight : 0;
     }
+}
+
+/* ---- A minibatch, from the observations on: the network is in another library ------------------------------------------ */
+
+typedef int Train(void *network, const uint8_t *observations, const int64_t *rows, int count, void (*losses)(), const void *context,
+                  float *const *gradients, uint16_t *row_inputs, uint16_t *row_slopes, double *seconds);
+
+typedef struct {
+    void *network;
+    Train *train;
+    const uint8_t *observations;
+    long most;                          /* samples of a pass */
+    uint16_t *row_inputs, *row_slopes;  /* if passes leave rows of the hidden layer, one for each sample of the minibatch */
+    long features, width;               /* of these */
+    double *seconds;
+} Trunk;
+
+/* Clear a vector and add the gradient of some samples, which have their place in the minibatch. How many there were; -1 if
+ * there is no memory. */
+long lesson_add(Lesson *lesson, const Trunk *trunk, const int64_t *rows, long count, long place, const Vector *to) {
+    lesson->to = to;
+    for (int i = 0; i < 2; i++) memset(to->written[i], 0, sizeof(float) * to->sizes[i]);
+    for (long start = 0; start < count; start += trunk->most) {
+        const long some = count - start < trunk->most ? count - start : trunk->most, row = place + start;
+        lesson->rows = rows + start;
+        if (!trunk->train(trunk->network, trunk->observations, lesson->rows, (int)some, (void (*)())heads_pass, lesson, to->trunk,
+                          trunk->row_inputs ? trunk->row_inputs + row * trunk->features : NULL,
+                          trunk->row_slopes ? trunk->row_slopes + row * trunk->width : NULL, trunk->seconds))
+            return -1;
+    }
+    return count;
+}
+
+/* The same of pieces of shared samples, whose numbers are taken from a pipe until it is empty: each has bounds among the
+ * rows and a vector of its own. */
+long lesson_take(Lesson *lesson, const Trunk *trunk, const int64_t *rows, const int64_t *bounds, long place, const Vector *vectors,
+                 int pipe) {
+    long samples = 0;
+    for (int64_t i; read(pipe, &i, sizeof i) == sizeof i;) {
+        const long added = lesson_add(lesson, trunk, rows + bounds[i], bounds[i + 1] - bounds[i], place + bounds[i], vectors + i);
+        if (added < 0) return -1;
+        samples += added;
+    }
+    return samples;
 }

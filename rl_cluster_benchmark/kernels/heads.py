@@ -37,7 +37,7 @@ class Heads(ctypes.Structure):
     @classmethod
     def of(cls, policy: nn.Linear, value: nn.Linear) -> Heads:
         weights = (policy.weight, policy.bias, value.weight, value.bias)
-        return cls(policy.in_features, policy.out_features, *_pointers(weights))
+        return cls(policy.in_features, policy.out_features, *pointers(weights))
 
 
 class Objective(ctypes.Structure):
@@ -54,39 +54,6 @@ class Objective(ctypes.Structure):
     )
 
 
-class Lesson(ctypes.Structure):
-    """The samples of a pass and where to add to: as in heads.c."""
-
-    _fields_ = (
-        ("heads", Heads),
-        ("objective", Objective),
-        *((name, ctypes.c_void_p) for name in ("actions", "log_probs", "values", "advantages", "returns", "valid")),
-        ("rows", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("policy_weight", "policy_bias", "value_weight", "value_bias")),
-        ("statistics", ctypes.c_void_p),
-    )
-
-    @classmethod
-    def of(cls, policy: nn.Linear, value: nn.Linear, batch: Sequence[Tensor], objective: Objective) -> Lesson:
-        """`batch` has the actions, their log-probabilities, values, advantages, returns and weights of all samples."""
-        return cls(Heads.of(policy, value), objective, *_pointers(batch))
-
-    def aim(self, rows: Tensor, gradients: Gradients) -> None:
-        """The next pass is over these rows of the batch, and adds to these gradients."""
-        self.rows = rows.data_ptr()
-        self.policy_weight, self.policy_bias, self.value_weight, self.value_bias = gradients.heads
-        self.statistics = gradients.statistics
-
-
-class Gradients:
-    """Where a pass in C adds to: a part for each of the model's parameters, in their order, and the five statistics."""
-
-    def __init__(self, parts: Sequence[Tensor], statistics: Tensor) -> None:
-        pointers = _pointers(parts)
-        self.trunk = (ctypes.c_void_p * len(pointers[:-4]))(*pointers[:-4])
-        self.heads, self.statistics = pointers[-4:], statistics.data_ptr()
-
-
 class Acting:
     """Chooses actions, step after step, with Gumbel noise [T, N, A]."""
 
@@ -95,26 +62,14 @@ class Acting:
         _, num_envs, num_actions = noise.shape
         self._noise_step = num_envs * num_actions * noise.element_size()
         chosen = torch.empty(num_envs, dtype=torch.int64), torch.empty(num_envs), torch.empty(num_envs)
-        self._pointers, self._chosen = _pointers(chosen), tuple(tensor.numpy() for tensor in chosen)
+        self._pointers, self._chosen = pointers(chosen), tuple(tensor.numpy() for tensor in chosen)
 
     def __call__(self, t: int, features: Tensor) -> Choice:
         """Of step t, from the features of its observations, [N, F]; to be read before the next call."""
         features = features.contiguous()
         noise = self._noise.data_ptr() + t * self._noise_step
-        _library().heads_act(ctypes.byref(self._heads), len(features), features.data_ptr(), noise, *self._pointers)
+        library().heads_act(ctypes.byref(self._heads), len(features), features.data_ptr(), noise, *self._pointers)
         return self._chosen
-
-
-def run(lesson: Lesson, features: Tensor) -> Tensor:
-    """Add to the heads' gradients and to the statistics; returns the gradient of the features, [B, F]."""
-    gradient = torch.empty_like(features)
-    losses()(ctypes.byref(lesson), 0, len(features), features.data_ptr(), gradient.data_ptr())
-    return gradient
-
-
-def losses() -> Any:
-    """What `run` calls, for other code in C."""
-    return _library().heads_pass
 
 
 def suit(policy: nn.Linear, device: torch.device) -> bool:
@@ -125,7 +80,7 @@ def available() -> bool:
     return _load() is not None
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     library = _load()
     assert library is not None
     return library
@@ -139,8 +94,11 @@ def _load() -> ctypes.CDLL | None:
         library.heads_act.argtypes = [pointer, number, *[pointer] * 5]
         library.heads_pass.argtypes = [pointer, number, number, pointer, pointer]
         library.heads_act.restype = library.heads_pass.restype = None
+        library.lesson_add.argtypes = [pointer, pointer, pointer, number, number, pointer]
+        library.lesson_take.argtypes = [pointer, pointer, pointer, pointer, number, pointer, ctypes.c_int]
+        library.lesson_add.restype = library.lesson_take.restype = number
     return library
 
 
-def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
+def pointers(tensors: Sequence[Tensor | None]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]

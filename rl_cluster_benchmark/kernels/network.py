@@ -55,14 +55,12 @@ class NativeTrunk:
         self._c_pack, self._c_forward, self._c_backward, self._c_train, self._c_products, self._c_destroy = (
             library[f"{prefix}_{name}"] for name in ("pack", "forward", "backward", "train", "products", "destroy")
         )
-        pointer, number = ctypes.c_void_p, ctypes.c_int
-        self._c_train.argtypes = [pointer, pointer, pointer, number, *[pointer] * 6]
         self._weights, self._biases = weights, biases
         self._width = len(biases[-1])
         self._passes = 0
         self.stale = True
         self.rows: Rows | None = None  # where backward passes leave theirs, instead of adding to the gradient
-        self.seconds = (ctypes.c_double * 3)()  # in `train`: forward, in the losses, backward
+        self.seconds = (ctypes.c_double * 3)()  # of training passes in one call: forward, in the losses, backward
 
     def __call__(self, observations: Tensor) -> Tensor:
         """uint8 [B, H, W, 3] -> float32 [B, hidden_size]."""
@@ -80,11 +78,9 @@ class NativeTrunk:
         return out, partial(self.backward, observations, rows, out, number=self._passes)
 
     def forward(self, observations: Tensor, rows: Tensor | None = None, *, save: bool) -> Tensor:
-        if self.stale:
-            self._pack()
+        self.begin_pass()
         count = len(observations) if rows is None else len(rows)
         out = torch.empty(count, self._width)
-        self._passes += 1
         if not self._c_forward(self._network, _pointer(observations), _pointer(rows), count, int(save), _pointer(out)):
             raise MemoryError(NO_MEMORY)
         return out
@@ -103,23 +99,15 @@ class NativeTrunk:
             *(map(_pointer, self.rows) if self.rows else (None, None)),
         )  # fmt: skip
 
-    def train(
-        self, observations: Tensor, rows: Tensor, losses: Any, context: ctypes.Structure, gradients: ctypes.Array[Any]
-    ) -> None:
-        """Forward and backward over some rows of the observations in one call, with the losses in C between them.
+    @property
+    def in_c(self) -> tuple[int | None, int | None]:
+        """For other code in C: the network, and the function that makes a whole training pass."""
+        return self._network.value, ctypes.cast(self._c_train, ctypes.c_void_p).value
 
-        `losses(context, ...)` takes the features and gives their gradient; what is added goes to `gradients`, pointers
-        to a part for each weight and bias in turn.
-        """
+    def begin_pass(self) -> None:
         if self.stale:
             self._pack()
         self._passes += 1
-        places = (part.data_ptr() for part in self.rows) if self.rows else (None, None)
-        if not self._c_train(
-            self._network, observations.data_ptr(), rows.data_ptr(), len(rows), losses, ctypes.byref(context),
-            gradients, *places, self.seconds,
-        ):  # fmt: skip
-            raise MemoryError(NO_MEMORY)
 
     @property
     def hidden_weights(self) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rl_cluster_benchmark import envs
-from rl_cluster_benchmark.kernels import heads, network, pooling
+from rl_cluster_benchmark.kernels import lesson, network, pooling
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.profile_run.attach import BACKWARD, FORWARD, INFERENCE
 
@@ -23,11 +23,13 @@ IN_C = (
     (network.NativeTrunk, "forward", "native network: forward"),
     (network.NativeTrunk, "backward", "native network: backward"),
     (network.NativeTrunk, "_pack", "native network: weights to bfloat16"),
-    (heads, "run", "C heads and losses"),
+    (lesson.Losses, "__call__", "C heads and losses"),
     (pooling, "_forward", "C max-pooling: forward"),
     (pooling, "_backward", "C max-pooling: backward"),
     (envs.EnvPoolEnv, "step", "EnvPool: step"),
 )
+
+WHOLE_PASS = "native network: forward, losses and backward"
 
 
 class Passes:
@@ -42,6 +44,7 @@ class Passes:
             setattr(place, function, self._timed(name, getattr(place, function)))
         ActorCritic.features = self._counted_inference(ActorCritic.features)  # type: ignore[method-assign]
         ActorCritic.pass_through = self._counted_pass(ActorCritic.pass_through)  # type: ignore[method-assign]
+        lesson.Lesson.run = self._counted_lesson(self._timed(WHOLE_PASS, lesson.Lesson.run))  # type: ignore[method-assign]
 
     def state(self) -> dict[str, dict[str, float]]:
         return {"seconds": dict(self.seconds), "calls": dict(self.calls), "samples": dict(self.samples)}
@@ -74,6 +77,20 @@ class Passes:
             return features, partial(self._counted, BACKWARD, count, back)
 
         return pass_through
+
+    def _counted_lesson(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A whole pass in one call: the code in C says how long each part of it took."""
+
+        def run(of: lesson.Lesson, *args: Any) -> int:
+            before = list(of.seconds)
+            samples: int = function(of, *args)
+            forward, losses, backward = (after - earlier for earlier, after in zip(before, of.seconds, strict=True))
+            for kind, seconds in ((FORWARD, forward), (BACKWARD, losses + backward)):
+                self._add(kind, seconds)
+                self.samples[kind] += samples
+            return samples
+
+        return run
 
     def _counted(self, kind: str, samples: int, function: Callable[..., Any], *args: Any) -> Any:
         started = time.perf_counter()
