@@ -35,6 +35,15 @@ class SharedWithNobody:
         self.pieces = Claims()
         self.pipe = self.pieces.reading
 
+    def parameters(self, size):
+        return torch.zeros(size)
+
+    def moment(self, index, size):
+        return torch.zeros(size)
+
+    def part(self, size):
+        return slice(0, size)
+
     def vectors(self, size):
         return list(torch.full((PIECES, size), 7.0))  # to be cleared
 
@@ -96,7 +105,7 @@ def test_pieces_of_shared_work_are_the_same(architecture):
         sharing.pieces.offer([3, 0, 5, 1, 4])  # another worker has number 2
         gradient.take(sharing, some_rows(80), bounds, len(own))
         assert sharing.pieces.take() is None
-        vectors = [learner._summed, *(vector.stats._base for vector in learner._vectors[1:])]
+        vectors = [learner._own, *(vector.stats._base for vector in learner._vectors[1:])]
         hidden = torch.zeros_like(learner.grad)
         learner.hidden.write(hidden)
         found.append([*vectors, hidden])

@@ -134,7 +134,7 @@ def test_one_epoch_one_minibatch_is_the_policy_gradient():
     ppo.on_policy.learner.zero_grad()
     loss[rollout.valid.flatten()].mean().backward()
     expected = ppo.on_policy.learner.grad.clone()
-    remember.vector = ppo.on_policy.learner.reduce.vector
+    remember.total = remember
     ppo.on_policy.learner.reduce = remember
     ppo.update(rollout, index=0, progress=0.0, interrupted=never)
     torch.testing.assert_close(gradients[0], expected, atol=1e-6, rtol=1e-4)
@@ -167,7 +167,7 @@ def test_minibatches_do_not_depend_on_the_number_of_workers():
 def test_work_to_share_is_set_apart_without_losing_a_row(sizes, fraction):
     ends = np.cumsum(sizes)
     rows = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    kept, shared, bounds = divide(rows, fraction, max_pieces=50)
+    kept, shared, bounds = divide(rows, fraction, max_pieces=50, smallest=4)
     first = [own[:count] for own, count in zip(rows, kept, strict=True)]
     assert sorted(np.concatenate([*first, shared]).tolist()) == list(range(int(ends[-1])))
     assert (bounds[0], bounds[-1]) == (0, len(shared))
@@ -181,10 +181,12 @@ def test_work_to_share_is_set_apart_without_losing_a_row(sizes, fraction):
 
 def test_pieces_of_shared_work_become_smaller_and_every_size_is_there_for_each_worker():
     rows = list(np.arange(2048).reshape(16, 128))
-    assert np.diff(divide(rows, 0.5, max_pieces=80).bounds).tolist() == [32] * 16 + [16] * 16 + [8] * 16 + [4] * 32
-    fewer = np.diff(divide(rows, 0.5, max_pieces=64).bounds).tolist()
+    largest = [32] * 16 + [16] * 16 + [8] * 16
+    assert np.diff(divide(rows, 0.5, max_pieces=96, smallest=4).bounds).tolist() == largest + [4] * 32
+    assert np.diff(divide(rows, 0.5, max_pieces=96, smallest=2).bounds).tolist() == largest + [4] * 16 + [2] * 32
+    fewer = np.diff(divide(rows, 0.5, max_pieces=64, smallest=2).bounds).tolist()
     assert fewer == [32] * 16 + [16] * 16 + [8] * 32, "no smaller ones: they would be many"
-    many = divide(list(np.arange(2048).reshape(64, 32)), 0.25, max_pieces=50)
+    many = divide(list(np.arange(2048).reshape(64, 32)), 0.25, max_pieces=50, smallest=2)
     assert many.num_pieces == 0, "one for each is not to be had"
     assert many.kept == [32] * 64
 

@@ -146,6 +146,8 @@ class Counting:
             self.small += 1
         return tensor
 
+    total = __call__
+
 
 class Nobody:
     def send(self, message):

@@ -170,8 +170,7 @@ class Impala:
 
     def finish(self, rate: float) -> dict[str, float]:
         """Sum over the learners and step; returns the mean losses of all."""
-        self.learner.sum_over_workers()
-        *sums, count, total, squares, error, error_squares = self.learner.stats.tolist()
+        *sums, count, total, squares, error, error_squares = self.learner.sum_over_workers()
         grad_norm = self.learner.step(rate, sums)
         losses = {name: value / max(1.0, count) for name, value in zip(STATS, sums, strict=True)}
         return report(losses | {"grad_norm": grad_norm}, self.config.training.on_nan) | {

@@ -44,21 +44,33 @@ class Learner:
         parameters = dict(model.named_parameters())
         size = sum(p.numel() for p in parameters.values())
         device = next(iter(parameters.values())).device
-        self.flat = torch.zeros(size, device=device)
+        self.flat = sharing.parameters(size) if sharing else torch.zeros(size, device=device)
         # The loss statistics lie behind the gradient, so that one reduction carries both.
-        self._summed = reduce.vector(size + num_stats).to(device).zero_()
-        self.grad = self._summed[:size]
+        self._own = self._total = reduce.vector(size + num_stats).to(device).zero_()
+        self.grad = self._own[:size]
         move_parameters(model, self.flat)
         self.hidden = sharing.hidden if sharing and model.native_trunk else None
         left_out = slice(0, 0)  # of the gradient: passes do not write there
         if self.hidden is not None and model.native_trunk is not None:
             left_out = place_of(model, model.native_trunk.hidden_weights)
             self.hidden.connect(model.native_trunk, left_out)
-        vectors = (self._summed, *(sharing.vectors(size + num_stats) if sharing else ()))
+        vectors = (self._own, *(sharing.vectors(size + num_stats) if sharing else ()))
         self._vectors = [GradientVector(model, vector, size, left_out) for vector in vectors]
         self._parameters = list(model.parameters())  # to walk over a model takes as long as a sample
         self.write_to(0)
         self.optimizer = optimizer(self.flat, self.grad)
+        self._sharing, self._stepped = sharing, slice(0, size)
+        self._everyones: dict[str, Tensor] | None = None
+        if sharing is not None:
+            self._divide_steps(sharing)
+
+    def _divide_steps(self, sharing: Sharing) -> None:
+        """Of parameters that lie where all workers see them, and so do the optimiser's moments, each steps a part."""
+        self._stepped = sharing.part(len(self.flat))
+        self._everyones = {name: sharing.moment(i, len(self.flat)) for i, name in enumerate(self.optimizer.moments)}
+        self.optimizer.parameters = self.flat[self._stepped]
+        self.optimizer.gradient = torch.empty_like(self.optimizer.parameters)
+        self.optimizer.moments = {name: moment[self._stepped].zero_() for name, moment in self._everyones.items()}
 
     @property
     def max_pieces(self) -> int:
@@ -82,23 +94,34 @@ class Learner:
         for part in self._current.written:
             part.zero_()
 
-    def sum_over_workers(self) -> None:
-        self.reduce(self._summed)
+    def sum_over_workers(self) -> list[float]:
+        """The gradients and the statistics; returns these."""
+        self._total = self.reduce.total(self._own)
+        statistics: list[float] = self._total[len(self.flat) :].tolist()
+        return statistics
 
     def step(self, learning_rate: float, losses: Sequence[float] = ()) -> float:
         """Clip, step, and return the gradient's norm. Where it or a loss is not finite, parameters are left alone."""
         beat()
-        norm = float(self.grad.norm())
+        total = self._total[: len(self.flat)]
+        norm = float(total.norm())
         if is_finite(*losses, norm):
-            if norm > self.max_grad_norm:
-                self.grad.mul_(self.max_grad_norm / (norm + 1e-6))
+            scale = self.max_grad_norm / (norm + 1e-6) if norm > self.max_grad_norm else 1.0
+            torch.mul(total[self._stepped], scale, out=self.optimizer.gradient)
             self.optimizer.step(learning_rate)
+            if self._sharing is not None:
+                self._sharing.meet()
             self.model.weights_changed()
         return norm
 
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The optimiser's, of all parameters."""
+        return self._everyones or self.optimizer.moments
+
     def vectors(self) -> list[Tensor]:
         """Everything a step changes: the parameters and the optimiser's moments."""
-        return [self.flat, *self.optimizer.moments.values()]
+        return [self.flat, *self.moments.values()]
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name and in the usual layout: the memory format may differ when it is loaded."""
@@ -106,14 +129,14 @@ class Learner:
             "steps": float(self.optimizer.steps),
             "moments": {
                 key: {name: view.cpu().contiguous().clone() for name, view in views(self.model, flat).items()}
-                for key, flat in self.optimizer.moments.items()
+                for key, flat in self.moments.items()
             },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.steps.fill_(state["steps"])
         for key, tensors in state["moments"].items():
-            for name, view in views(self.model, self.optimizer.moments[key]).items():
+            for name, view in views(self.model, self.moments[key]).items():
                 view.copy_(tensors[name])
 
 

@@ -36,7 +36,7 @@ from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 
-SMALLEST_PIECE = 4  # samples; below that, the cost of a pass is not the samples'
+SMALLEST_PIECE, SMALLEST_IN_TORCH = 2, 4  # samples; below that, the cost of a pass is not the samples'
 STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
 
 
@@ -106,7 +106,8 @@ class OnPolicyLearner:
     ) -> tuple[dict[str, float], bool]:
         """One step of the optimiser on a minibatch: (mean losses over all workers, was any of them interrupted?)."""
         learner, sharing = self.learner, self.sharing
-        division = divide(rows, sharing.fraction if sharing else 0.0, learner.max_pieces)
+        smallest = SMALLEST_PIECE if self.in_one_call else SMALLEST_IN_TORCH
+        division = divide(rows, sharing.fraction if sharing else 0.0, learner.max_pieces, smallest)
         if sharing is not None:
             sharing.offer(division.num_pieces)
         kept, shared, bounds = division
@@ -117,8 +118,7 @@ class OnPolicyLearner:
         learner.stats[-1] = float(interrupted)
         if sharing is not None and division.num_pieces:
             gradient.take(sharing, shared, bounds, sum(kept))
-        learner.sum_over_workers()
-        *means, stops = learner.stats.tolist()
+        *means, stops = learner.sum_over_workers()
         grad_norm = learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
 
@@ -126,8 +126,12 @@ class OnPolicyLearner:
         """Of a minibatch, to be added up."""
         if not self.hyper.normalize_advantage:
             moments = moments._replace(advantage_mean=0.0, advantage_std=1.0)
-        in_one_call = self.in_c and self.model.native_trunk is not None
-        return (InOneCall if in_one_call else PassByPass)(self, batch, moments, objective)
+        return (InOneCall if self.in_one_call else PassByPass)(self, batch, moments, objective)
+
+    @property
+    def in_one_call(self) -> bool:
+        """From the observations to the losses and back in C?"""
+        return self.in_c and self.model.native_trunk is not None
 
     def learning_rate(self, progress: float) -> float:
         return learning_rate(self.hyper, progress)
@@ -164,22 +168,21 @@ class Division(NamedTuple):
         return len(self.bounds) - 1
 
 
-def divide(rows: Rows, fraction: float, max_pieces: int) -> Division:
+def divide(rows: Rows, fraction: float, max_pieces: int, smallest: int) -> Division:
     kept = [len(own) - int(fraction * len(own)) for own in rows]
     rest = np.concatenate([own[count:] for own, count in zip(rows, kept, strict=True)])
-    bounds = piece_bounds(len(rest), len(rows), max_pieces)
+    bounds = piece_bounds(len(rest), len(rows), max_pieces, smallest)
     return Division(kept, rest, bounds) if len(bounds) > 1 else Division([len(own) for own in rows], rest[:0], bounds)
 
 
 @cache
-def piece_bounds(count: int, workers: int, max_pieces: int) -> tuple[int, ...]:
+def piece_bounds(count: int, workers: int, max_pieces: int, smallest: int) -> tuple[int, ...]:
     """Half of the samples in a piece for each worker, then half of the rest, and so on ("factoring", Hummel, 1992).
 
     Large pieces cost less; small ones at the end let all workers finish together, however fast each of them is.
     """
-    if count < SMALLEST_PIECE * workers or max_pieces < workers:
+    if count < smallest * workers or max_pieces < workers:
         return (0,)
-    smallest = SMALLEST_PIECE
     while True:
         bounds = [0]
         while (left := count - bounds[-1]) > 0:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 class Optimizer(Protocol):
     parameters: Tensor
+    gradient: Tensor
     moments: dict[str, Tensor]
     steps: Tensor
 

@@ -22,6 +22,10 @@ class Reducer(Protocol):
         """A float32 vector for what is summed most: it may lie where the others can read it."""
         ...
 
+    def total(self, vector: Tensor) -> Tensor:
+        """The sum of these over all workers, which may lie where all of them read it: not to be changed."""
+        ...
+
 
 class Alone:
     """One worker: nothing to add."""
@@ -31,6 +35,9 @@ class Alone:
 
     def vector(self, size: int) -> Tensor:
         return torch.zeros(size)
+
+    def total(self, vector: Tensor) -> Tensor:
+        return vector
 
 
 class HiddenGradient(Protocol):
@@ -67,6 +74,22 @@ class Sharing(Protocol):
 
     def batch(self, weights: Tensor, advantages: Tensor, returns: Tensor) -> Batch:
         """Everyone's samples, these of one's own included."""
+        ...
+
+    def parameters(self, size: int) -> Tensor:
+        """Where they lie for all of them: each steps a part."""
+        ...
+
+    def moment(self, index: int, size: int) -> Tensor:
+        """The same for those of the optimiser."""
+        ...
+
+    def part(self, size: int) -> slice:
+        """Of such a vector, that is this worker's to step."""
+        ...
+
+    def meet(self) -> None:
+        """Wait until all have stepped."""
         ...
 
     def vectors(self, size: int) -> list[Tensor]:

@@ -166,7 +166,10 @@ class WithinMachine:
         self._everywhere = everywhere
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return self._everywhere.sum(tensor)
+        return tensor.copy_(self.total(tensor))
+
+    def total(self, vector: Tensor) -> Tensor:
+        return self._everywhere.sum(vector)
 
     def vector(self, size: int) -> Tensor:
         return self._everywhere.vector(size)

@@ -55,9 +55,13 @@ class SharedMemoryReducer:
         return self._memory["vectors"][self.rank, :size]
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return self.sum(tensor, self.beyond)
+        return tensor.copy_(self.sum(tensor, self.beyond))
+
+    def total(self, vector: Tensor) -> Tensor:
+        return self.sum(vector, self.beyond)
 
     def sum(self, tensor: Tensor, beyond: Callable[[Tensor], None] | None = None) -> Tensor:
+        """To be read before the next one is asked for: then nobody writes it before all have read it."""
         with self.clock.phase("communication"):
             kind = "vector" if tensor.dtype == torch.float32 and tensor.dim() == 1 else "small"
             parts, total = self._memory["vectors" if kind == "vector" else "small"], self._memory[f"{kind}_sum"]
@@ -65,7 +69,7 @@ class SharedMemoryReducer:
             mine = parts[self.rank, :size]
             if mine.data_ptr() != tensor.data_ptr():
                 mine.copy_(tensor.reshape(-1))
-            self._meet()
+            self.meet()
             count = self.num_workers + (self.used_spares if kind == "vector" else 0)
             made = self.hidden if kind == "vector" and self.hidden and self.hidden.is_due else None
             for first, last in [(0, made.part.start), (made.part.stop, size)] if made else [(0, size)]:
@@ -74,25 +78,24 @@ class SharedMemoryReducer:
             if made:
                 with self.clock.phase("update"):
                     made.write(total)
-            self._meet()
+            self.meet()
             if beyond is not None:
                 if self.rank == 0:
                     beyond(total[:size])
-                self._meet()
-            # Nobody writes the sum again before all have come to the next meeting, that is, have read this one.
-            return tensor.copy_(total[:size].view(tensor.shape))
+                self.meet()
+            return total[:size].view(tensor.shape)
 
     def share(self, tensor: Tensor, change: Callable[[Tensor], None]) -> None:
         """The first worker changes a float32 vector that all have; all get the result."""
         with self.clock.phase("communication"):
             result = self._memory["vector_sum"][: tensor.numel()]
-            self._meet()  # nobody reads the last sum any more
+            self.meet()  # nobody reads the last sum any more
             if self.rank == 0:
                 change(result.copy_(tensor))
-            self._meet()
+            self.meet()
             tensor.copy_(result)
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """Wait for everybody."""
         self._meetings += 1
         self._arrivals[self.rank] = self._meetings
@@ -117,6 +120,8 @@ class GlooReducer:
         with self.clock.phase("communication"):
             self._dist.all_reduce(tensor)
         return tensor
+
+    total = __call__
 
 
 def join(means: SharedTensors | int, rank: int, num_workers: int, clock: PhaseClock) -> Reducer:

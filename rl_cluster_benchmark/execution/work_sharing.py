@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.minibatch import Batch
+from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import hidden_gradient
 from rl_cluster_benchmark.execution.claims import MOST, Claims
@@ -28,7 +29,8 @@ from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 from rl_cluster_benchmark.timing import PhaseClock
 
-PIECES_PER_WORKER, FEWEST_PIECES = 5, 24
+PIECES_PER_WORKER, FEWEST_PIECES = 6, 24
+LINE = 16  # floats in a line of the cache
 STEP_FIELDS = {
     "actions": torch.int64,
     "log_probs": torch.float32,
@@ -63,6 +65,13 @@ class SharedWork:
                 **dict.fromkeys(TARGETS, (steps, torch.float32)),
             }
         )
+        moments = len(OPTIMIZERS[config.training.optimizer].MOMENTS)
+        self.learned = SharedTensors(
+            {
+                "parameters": ((task.num_parameters,), torch.float32),
+                "moments": ((moments, task.num_parameters), torch.float32),
+            }
+        )
         self.hidden: SharedTensors | None = None
         self.help: SharedHelp | None = None
         if plan.engine == "native" and task.hidden_shape is not None:
@@ -82,7 +91,8 @@ class WorkSharing:
         self._experience, self._pieces, self._reduce = work.experience, work.pieces, reduce
         *starts, _ = accumulate(map(len, work.shards), initial=0)
         self._columns = [slice(start, start + len(shard)) for start, shard in zip(starts, work.shards, strict=True)]
-        self._own, self._help = self._columns[rank], work.help
+        self._own, self._help, self._learned = self._columns[rank], work.help, work.learned
+        self.meet = reduce.meet
         self.hidden: HiddenGradient | None = None
         if work.hidden is not None:
             self.hidden = reduce.hidden = HiddenGradient(work.hidden, rank, reduce.num_workers)
@@ -104,6 +114,18 @@ class WorkSharing:
             self._experience[name][:, self._own] = own
         names = ("observations", "weights", "actions", "log_probs", "values", "advantages", "returns")
         return Batch(*(self._experience[name].flatten(0, 1) for name in names))
+
+    def parameters(self, size: int) -> Tensor:
+        return self._learned["parameters"][:size]
+
+    def moment(self, index: int, size: int) -> Tensor:
+        return self._learned["moments"][index, :size]
+
+    def part(self, size: int) -> slice:
+        """Whole cache lines, so that every number is computed as in one long vector."""
+        lines = -(-size // LINE)
+        first, last = (LINE * (lines * i // self._reduce.num_workers) for i in (self.rank, self.rank + 1))
+        return slice(first, min(last, size))
 
     def vectors(self, size: int) -> list[Tensor]:
         """For the gradients of the pieces."""
