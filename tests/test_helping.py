@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import needs_native
@@ -14,7 +15,14 @@ from conftest import needs_native
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.execution import waiting
-from rl_cluster_benchmark.execution.helping import ANSWERED, FINISHED, IS_HELPED, Helping, SharedHelp
+from rl_cluster_benchmark.execution.helping import (
+    ANSWERED,
+    FINISHED,
+    TAKEN,
+    Helping,
+    SharedHelp,
+    division,
+)
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.task import Task, deal
@@ -71,36 +79,55 @@ def in_threads(*calls):
     assert not errors
 
 
-def test_who_is_done_takes_over_half_of_the_images_of_who_is_not(workers):
+def answers(shared):
+    """To each worker."""
+    return shared.memory["posts"][:, ANSWERED].view(-1, shared.posts).sum(1).tolist()
+
+
+def test_who_is_done_takes_over_images_of_who_is_not(workers):
     shared, network, (slow, fast, _) = workers
-    board = shared.memory["board"]
-    board[2, FINISHED] = 100  # not in this one
+    shared.memory["workers"][2, FINISHED] = 100  # not in this one
     for index in range(3):
         network.seen.clear()
         in_threads((play, slow, SHARDS[0], index, 0.02), (play, fast, SHARDS[1], index))
-        assert ("1", 1) in network.seen, "the second worker looked at one image of the first"
-        assert ("0", 2) in network.seen, "which then looked at two of its three"
+        assert ("1", 2) in network.seen, "the second worker looked at two images of the first"
+        assert ("0", 1) in network.seen, "which then looked at one of its three"
         assert sum(count for _, count in network.seen) == STEPS * 5, "each image was looked at once"
-        assert not board[:, IS_HELPED].any()
-    assert board[1, ANSWERED] == 0
-    assert sorted(iter(shared.unhelped.take, None)) == [0, 1, 2]
+        assert not shared.memory["posts"][:, TAKEN].any()
+    assert answers(shared)[1] == 0
+    assert sorted(iter(shared.free.take, None)) == list(range(6))
 
 
-def test_the_farthest_behind_is_helped_and_by_one_only(workers):
+def test_the_farthest_behind_is_helped_first(workers):
     shared, network, (slower, slow, fast) = workers
     in_threads(
         (play, slower, SHARDS[0], 0, 0.03), (play, slow, SHARDS[1], 0, 0.02), (play, fast, SHARDS[2], 0)
     )  # fmt: skip
-    answered = shared.memory["board"][:, ANSWERED].tolist()
-    assert answered[0] > answered[1]
+    to_slower, to_slow, _ = answers(shared)
+    assert to_slower > to_slow
     assert sum(count for _, count in network.seen) == STEPS * 6
+
+
+def test_two_help_the_last_one(workers):
+    shared, network, (slow, fast, also_fast) = workers
+    in_threads((play, slow, SHARDS[0], 0, 0.03), (play, fast, SHARDS[1], 0), (play, also_fast, SHARDS[2], 0))
+    assert (shared.memory["posts"][:2, ANSWERED] > 0).all()
+    assert sum(count for _, count in network.seen) == STEPS * 6, "each image was looked at once"
+
+
+@pytest.mark.parametrize(("count", "helpers"), [(2, 1), (3, 1), (4, 1), (9, 1), (3, 2), (4, 2), (5, 2), (9, 2)])
+def test_everybody_gets_an_image_and_the_helped_one_no_more_than_the_others(count, helpers):
+    sizes = np.diff([7, *division(slice(7, 7 + count), helpers)]).tolist()
+    assert sum(sizes) == count
+    assert min(sizes) == sizes[0] > 0
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_an_environment_alone_cannot_be_shared(workers):
     shared, network, (first, second, alone) = workers
     in_threads((play, first, SHARDS[0], 0), (play, second, SHARDS[1], 0), (play, alone, SHARDS[2], 0, 0.02))
     assert ("2", 1) in network.seen
-    assert shared.memory["board"][2, ANSWERED] == 0
+    assert answers(shared)[2] == 0
 
 
 def test_a_rollout_that_is_given_up_holds_up_nobody(workers):
@@ -155,7 +182,7 @@ def test_with_shared_work_and_the_network_in_c_workers_do_help(monkeypatch):
         monkeypatch.setattr(slow, "step", lambda actions, step=step: time.sleep(0.02) or step(actions))
         in_threads(*((worker.collector.collect, 0, lambda: False) for worker in workers))
         rollouts[with_help] = {name: work.experience[name].clone() for name in ("actions", "log_probs", "values")}
-    assert work.help.memory["board"][0, ANSWERED] > 0
+    assert answers(work.help)[0] > 0
     for name, expected in rollouts[False].items():
         assert torch.equal(rollouts[True][name], expected), name
 
