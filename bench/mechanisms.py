@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.algorithms.minibatch import Batch, Moments, Samples
+from rl_cluster_benchmark.algorithms.minibatch import Batch, InOneCall, Moments, PassByPass, Samples
 from rl_cluster_benchmark.algorithms.optimizers import Adam
 from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
@@ -32,6 +33,7 @@ from rl_cluster_benchmark.models import ActorCritic, make_model
 
 SHAPE, ACTIONS, FEATURES = (64, 64, 3), 15, 256
 MEMORY_PASSES, MEMORY_SAMPLES = 5, 512
+WAYS = ((PassByPass, False), (PassByPass, True), (InOneCall, True))  # a pass, and are its losses in C?
 Case = tuple[str, Callable[[], object], Callable[[], object]]  # what, with it, without it
 
 
@@ -53,8 +55,8 @@ def cases() -> Iterator[Case]:
     yield from_features(64)
     yield from_features(4)
     if heads.available():
-        yield whole_pass(64)
-        yield whole_pass(4)
+        yield from whole_pass(64)
+        yield from whole_pass(4)
     large = torch.randn(64, 16, 64, 64, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     yield (
         "max-pooling in C, 64 images of 64 x 64 x 16, forward",
@@ -137,19 +139,21 @@ def from_features(count: int) -> Case:
     return f"PPO's gradient written out instead of autograd, {count} samples", written_out, by_autograd
 
 
-def whole_pass(count: int) -> Case:
-    """In C or in torch, what lies behind the network: after a pass of it nothing else is left in the cache."""
+def whole_pass(count: int) -> Iterator[Case]:
+    """With the network, after which nothing else is left in the cache."""
     ppo = PPO(Config(), build(engine="native"), env_ids=range(4), micro_batch=64, reduce=Alone())
     actions, floats = torch.randint(0, ACTIONS, (1024,)), torch.randn(4, 1024)
     batch = Batch(images(1024), torch.ones(1024), actions, *floats)
 
-    def add(in_c: bool) -> None:
+    def add(way: type[PassByPass] | type[InOneCall], in_c: bool) -> None:
         ppo.on_policy.in_c = in_c
         rows = np.random.default_rng().integers(1024, size=count)
-        ppo.on_policy.gradient(batch, Moments(count, 0.0, 1.0), ppo.objective).add(rows, 0)
+        way(ppo.on_policy, batch, Moments(count, 0.0, 1.0), ppo.objective).add(rows, 0)
 
-    name = f"PPO's heads and losses in C instead of torch, a whole pass of {count}"
-    return name, lambda: add(True), lambda: add(False)
+    in_torch, in_c, in_one_call = (partial(add, *way) for way in WAYS)
+    yield f"PPO's heads and losses in C instead of torch, a whole pass of {count}", in_c, in_torch
+    if ppo.on_policy.model.native_trunk is not None:
+        yield f"that pass in one call of C, 16 samples at a time, {count}", in_one_call, in_c
 
 
 def milliseconds(work: Callable[[], object]) -> float:

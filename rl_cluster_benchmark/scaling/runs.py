@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.execution.workers import die_with_parent
 from rl_cluster_benchmark.run.directory import RunDirectory
 
-TURNS = 3  # that the measured time is cut into, when several groups of runs share it
+FEWEST_TURNS, LONGEST_TURN = 3, 10.0  # seconds: when several groups of runs share the time, that of each is cut so
 WITHOUT_WATCHDOG = 1e6  # seconds: a run that is stopped makes no progress
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_WITHOUT_PROGRESS = 1800.0
@@ -77,13 +78,13 @@ def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Ca
             if not alone:
                 _turn(runs, 0.0, interrupted)
                 _stop(runs)
+        share = seconds if alone else seconds / max(FEWEST_TURNS, math.ceil(seconds / LONGEST_TURN))
         taken = [0.0] * len(started)
         order = list(range(len(started)))
         while min(taken) < seconds:
             for group in order:
                 runs = started[group]
                 _go_on(runs)
-                share = seconds if alone else seconds / TURNS
                 taken[group] += _turn(runs, share, interrupted, after_a_pause=not alone)
                 if not alone:
                     _stop(runs)
