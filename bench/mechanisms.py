@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.algorithms.minibatch import Batch, InOneCall, Moments, PassByPass, Samples
+from rl_cluster_benchmark.algorithms.minibatch import Batch, InOneCall, Moments, PassByPass, Samples, Setting
 from rl_cluster_benchmark.algorithms.optimizers import Adam
 from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
@@ -146,9 +146,9 @@ def whole_pass(count: int) -> Iterator[Case]:
     batch = Batch(images(1024), torch.ones(1024), actions, *floats)
 
     def add(way: type[PassByPass] | type[InOneCall], in_c: bool) -> None:
-        ppo.on_policy.in_c = in_c
+        setting = Setting(ppo.on_policy.learner, ppo.hyper, 64, in_c)
         rows = np.random.default_rng().integers(1024, size=count)
-        way(ppo.on_policy, batch, Moments(count, 0.0, 1.0), ppo.objective).add(rows, 0)
+        way(setting, batch, Moments(count, 0.0, 1.0), ppo.objective).write(rows, 0)
 
     in_torch, in_c, in_one_call = (partial(add, *way) for way in WAYS)
     yield f"PPO's heads and losses in C instead of torch, a whole pass of {count}", in_c, in_torch

@@ -83,6 +83,11 @@ class Plan:
     balance: float  # share of a minibatch that goes to whichever worker is free
     num_learners: int = 0  # of IMPALA but in sequential mode; num_workers are its actors
 
+    def shares_work(self, config: Config) -> bool:
+        """Do its workers share minibatches, and with them the parameters?"""
+        in_step = config.algorithm in ("ppo", "a2c") and config.mode != "sequential"
+        return in_step and self.balance > 0 and config.parallel.reduce == "shared_memory"
+
     def lines(self, config: Config) -> list[str]:
         """What was chosen and why, for the head of a run."""
         machine = self.machine

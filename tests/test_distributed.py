@@ -247,10 +247,11 @@ def alone(config, env_ids, clock_course):
     return Worker.build(config, plan, env_ids=env_ids, reduce=Alone(), course=clock_course, checkpoint=None)
 
 
-def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path):
-    """3 updates with an average every 2, and one at the end, against the definition."""
+@pytest.mark.parametrize("workers", [1, 2])
+def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path, workers):
+    """3 updates with an average every 2, and one at the end, against the definition; two workers share parameters."""
     args = ["--set", "cluster.sync=local_sgd", "--set", "cluster.sync_every=2"]
-    train(tmp_path / "run", *args, timesteps=1300)
+    train(tmp_path / "run", *args, "--set", "parallel.balance=0.5", timesteps=1300, workers=workers)
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "ppo_distributed_final.pt")
     assert state["progress"]["updates"] == 3
     words = ["train", "--mode", "distributed", *TINY, "--num-nodes", 2, "--workers-per-node", 1, *args]

@@ -47,11 +47,11 @@ def experience(model):
 
 def gradient_and_stats(ppo, batch, objective, *, in_c):
     learner = ppo.on_policy
-    learner.in_c = in_c
+    learner.losses_in_c = in_c
     learner.learner.zero_grad()
     learner.learner.stats.zero_()
     rows = np.random.default_rng(2).permutation(SAMPLES)[:200]
-    learner.gradient(batch, Moments(180.0, 0.2, 1.7), objective).add(rows, 0)
+    learner.gradient(batch, Moments(180.0, 0.2, 1.7), objective).write(rows, 0)
     return learner.learner.grad.clone(), learner.learner.stats.clone()
 
 
@@ -60,7 +60,7 @@ def gradient_and_stats(ppo, batch, objective, *, in_c):
 def test_gradient_and_statistics_are_those_of_the_formulas_in_torch(algorithm, normalize_advantage):
     clip_values = algorithm == "ppo"
     ppo = make(clip_value_loss=clip_values, normalize_advantage=normalize_advantage, vf_coef=0.7, ent_coef=0.3)
-    assert ppo.on_policy.in_c
+    assert ppo.on_policy.losses_in_c
     batch = experience(ppo.on_policy.model)
     objective = A2C_OBJECTIVE if algorithm == "a2c" else ppo.objective
     expected, expected_stats = gradient_and_stats(ppo, batch, objective, in_c=False)

@@ -200,7 +200,7 @@ def test_the_hidden_layers_gradient_can_be_made_from_rows(architecture, sizes):
 
 @needs_native
 def test_a_machine_without_samples_of_a_minibatch_adds_nothing():
-    """Its workers' vectors still hold the last sum where the passes do not write."""
+    """Its workers' vectors still hold something where the passes do not write."""
     model = build_model()
     trunk, size = model.native_trunk, sum(p.numel() for p in model.parameters())
     reduce = SharedMemoryReducer(SharedMemoryReducer.allocate(1, size, 1), 0, PhaseClock())

@@ -224,16 +224,37 @@ def test_output_and_summary(tmp_path):
     assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
 
 
-def test_resume(tmp_path):
+SHARED = ("--set", "parallel.balance=0.5")  # work, and with it the parameters and the optimiser's moments
+
+
+@pytest.mark.parametrize("how", [(), SHARED])
+def test_resume(tmp_path, how):
     output = tmp_path / "run"
-    assert train(output, timesteps=2000).returncode == 0
+    assert train(output, *how, timesteps=2000).returncode == 0
     first = json.loads((output / "training_summary.json").read_text())
-    done = train(output, "--resume", timesteps=4000)
+    done = train(output, "--resume", *how, timesteps=4000)
     assert done.returncode == 0, done.stderr
     second = json.loads((output / "training_summary.json").read_text())
     assert second["initial_reward"] == first["initial_reward"]
     assert second["duration_hours"] > first["duration_hours"]
     assert [line["update"] for line in metrics(output)] == list(range(1, second["total_updates"] + 1))
+
+
+def test_resumed_workers_share_what_the_checkpoint_holds(tmp_path):
+    """Each writes its seed's parameters into memory that all see, and then the checkpoint's: with steps too small to
+    move them, these are there in the end.
+    """
+    output = tmp_path / "run"
+    assert train(output, *SHARED, timesteps=1000).returncode == 0
+    final = output / "checkpoints" / "ppo_parallel_final.pt"
+    before = checkpoint.load(final)
+    assert train(output, "--resume", *SHARED, "--learning-rate", "1e-38", timesteps=2000).returncode == 0
+    after = checkpoint.load(final)
+    assert after["progress"]["updates"] > before["progress"]["updates"]
+    assert after["algorithm"]["optimizer"]["steps"] > before["algorithm"]["optimizer"]["steps"]
+    assert all(torch.equal(after["model"][name], tensor) for name, tensor in before["model"].items())
+    moments = [state["algorithm"]["optimizer"]["moments"]["exp_avg_sq"] for state in (before, after)]
+    assert all(bool((moments[1][name] > 0).any()) for name, tensor in moments[0].items() if bool((tensor > 0).any()))
 
 
 def test_duration(tmp_path):
@@ -302,10 +323,11 @@ def test_a_workers_error_is_reported_as_its_own(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_nan_in_one_worker_stops_all(tmp_path):
+@pytest.mark.parametrize("how", [(), SHARED])
+def test_nan_in_one_worker_stops_all(tmp_path, how):
     output = tmp_path / "run"
-    assert train(output, timesteps=1000).returncode == 0
-    done = train(output, "--resume", "--learning-rate", "1e38", timesteps=4000)
+    assert train(output, *how, timesteps=1000).returncode == 0
+    done = train(output, "--resume", *how, "--learning-rate", "1e38", timesteps=4000)
     assert done.returncode == 1
     assert "became NaN or infinite" in done.stderr
     assert "Traceback" not in done.stderr

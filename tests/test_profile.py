@@ -6,16 +6,20 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, environment, rlcb
 
 from rl_cluster_benchmark import config_files, hardware
+from rl_cluster_benchmark.algorithms.minibatch import Batch, Moments
+from rl_cluster_benchmark.algorithms.ppo import PPO
+from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.models import ActorCritic, make_model
 from rl_cluster_benchmark.profile_run import cost, peak, verdict
 from rl_cluster_benchmark.profile_run.cost import Cost
 from rl_cluster_benchmark.profile_run.figures import Process, Profile
-from rl_cluster_benchmark.profile_run.passes import IN_C, Passes
+from rl_cluster_benchmark.profile_run.passes import IN_C, WHOLE_PASS, Passes
 from rl_cluster_benchmark.profile_run.peak import Peak
 from rl_cluster_benchmark.run.directory import RunDirectory
 
@@ -121,7 +125,9 @@ def test_the_peak_of_this_machine():
     assert found.of("float32", 1, 2) == found.all_cores["float32"] / found.cores
 
 
-def test_the_native_network_has_rows_of_its_own(monkeypatch):
+@pytest.fixture
+def native(monkeypatch):
+    """A config, its network in C, and timers around the functions of this process."""
     for place, function, _ in (*IN_C, (ActorCritic, "features", ""), (ActorCritic, "pass_through", "")):
         monkeypatch.setattr(place, function, getattr(place, function))  # put back at the end
     config = config_files.load("ppo_procgen_paper")
@@ -131,6 +137,11 @@ def test_the_native_network_has_rows_of_its_own(monkeypatch):
         pytest.skip("this CPU cannot run the network in C")
     passes = Passes()
     passes.install()
+    return config, model, passes
+
+
+def test_the_native_network_has_rows_of_its_own(native):
+    _, model, passes = native
     images = torch.zeros(4, 64, 64, 3, dtype=torch.uint8)
     with torch.no_grad():
         model(images)
@@ -143,6 +154,23 @@ def test_the_native_network_has_rows_of_its_own(monkeypatch):
     assert {"native network: forward", "native network: backward"} <= rows
     assert passes.samples == {"inference": 4, "forward": 8, "backward": 4}
     assert passes.seconds["native network: forward"] < passes.seconds["inference"] + passes.seconds["forward"]
+
+
+def test_passes_in_one_call_are_counted_part_by_part(native):
+    config, model, passes = native
+    ppo = PPO(config, model, env_ids=[0], micro_batch=4, reduce=Alone())
+    images = torch.zeros(20, 64, 64, 3, dtype=torch.uint8)
+    batch = Batch(images, torch.ones(20), torch.zeros(20, dtype=torch.int64), *torch.randn(4, 20))
+    gradient = ppo.on_policy.gradient(batch, Moments(20.0, 0.0, 1.0), ppo.objective)
+    gradient.write(np.arange(7), 0)
+    assert passes.samples == {"inference": 0, "forward": 7, "backward": 7}
+    parts = [passes.seconds[name] for name in ("forward", "C heads and losses", "backward")]
+    assert min(parts) > 0
+    assert sum(parts) < passes.seconds[WHOLE_PASS] < 1.2 * sum(parts) + 0.01
+    passes.recording = True
+    with torch.profiler.profile() as profiler:
+        gradient.write(np.arange(3), 0)
+    assert WHOLE_PASS in {row.key for row in profiler.key_averages()}
 
 
 def process(role="worker", rank=0, cpu=1.0, **shares):
@@ -209,6 +237,14 @@ def test_advice_follows_the_config():
     assert slow.rate("backward").of_peak == pytest.approx(100 / 0.4 * 0.12 / 100)
     low, high = slow.traffic()
     assert 0 < low < high
+
+
+def test_a_step_that_workers_divide_moves_less_memory():
+    apart = make(*[process(update=1.0)] * 4)
+    together = replace(apart, shares_work=True)
+    saved = 3 * 4 * (1 + 3 * 2) * 626_256 * 1000.0 * 3.0 / 512 / 1e9  # three workers less that step all parameters
+    for alone, divided in zip(apart.traffic(), together.traffic(), strict=True):
+        assert alone - divided == pytest.approx(saved)
 
 
 def test_a_run_that_is_over(trained):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.optimizers import Optimizer
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
-from rl_cluster_benchmark.kernels.lesson import Vectors
+from rl_cluster_benchmark.kernels.minibatch import Vectors
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.timing import beat
 
@@ -58,19 +58,14 @@ class Learner:
         self._vectors = [GradientVector(model, vector, size, left_out) for vector in vectors]
         self._parameters = list(model.parameters())  # to walk over a model takes as long as a sample
         self.write_to(0)
-        self.optimizer = optimizer(self.flat, self.grad)
-        self._sharing, self._stepped = sharing, slice(0, size)
-        self._everyones: dict[str, Tensor] | None = None
-        if sharing is not None:
-            self._divide_steps(sharing)
-
-    def _divide_steps(self, sharing: Sharing) -> None:
-        """Of parameters that lie where all workers see them, and so do the optimiser's moments, each steps a part."""
-        self._stepped = sharing.part(len(self.flat))
-        self._everyones = {name: sharing.moment(i, len(self.flat)) for i, name in enumerate(self.optimizer.moments)}
-        self.optimizer.parameters = self.flat[self._stepped]
-        self.optimizer.gradient = torch.empty_like(self.optimizer.parameters)
-        self.optimizer.moments = {name: moment[self._stepped].zero_() for name, moment in self._everyones.items()}
+        # Workers that share work share the parameters and the moments, too, and each steps a part. Before the run
+        # starts all write the same there; then they meet.
+        self._sharing, self._stepped = sharing, sharing.part(size) if sharing else slice(0, size)
+        self._shared_moments = sharing.moments(size) if sharing else None
+        self.optimizer = optimizer(self.flat[self._stepped], self.grad)
+        if self._shared_moments is not None:
+            self.optimizer.gradient = torch.zeros_like(self.optimizer.parameters)
+            self.optimizer.moments = {name: whole[self._stepped] for name, whole in self._shared_moments.items()}
 
     @property
     def max_pieces(self) -> int:
@@ -85,8 +80,8 @@ class Learner:
             parameter.grad = part
 
     @cached_property
-    def in_c(self) -> Vectors:
-        """The same vectors, for passes in C, which are told where to add to."""
+    def vectors_in_c(self) -> Vectors:
+        """The vectors that passes add to: those in C are told where."""
         return Vectors((vector.parts, vector.stats, vector.written) for vector in self._vectors)
 
     def zero_grad(self) -> None:
@@ -117,7 +112,7 @@ class Learner:
     @property
     def moments(self) -> dict[str, Tensor]:
         """The optimiser's, of all parameters."""
-        return self._everyones or self.optimizer.moments
+        return self._shared_moments or self.optimizer.moments
 
     def vectors(self) -> list[Tensor]:
         """Everything a step changes: the parameters and the optimiser's moments."""

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_cluster_benchmark.algorithms.learner import Learner
 from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Sharing
+from rl_cluster_benchmark.config import TrainingConfig
 from rl_cluster_benchmark.kernels import heads
-from rl_cluster_benchmark.kernels.lesson import Lesson
-from rl_cluster_benchmark.kernels.lesson import Losses as LossesInC
-
-if TYPE_CHECKING:
-    from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
+from rl_cluster_benchmark.kernels.minibatch import HeadsPass, MinibatchInC
+from rl_cluster_benchmark.models import ActorCritic
 
 EPSILON = 1e-8  # of the advantages' deviation
 
@@ -79,31 +78,58 @@ class Objective:
     clip_value_loss: bool
 
 
+class Setting(NamedTuple):
+    """What is the same for all minibatches."""
+
+    learner: Learner
+    hyper: TrainingConfig
+    micro_batch: int
+    losses_in_c: bool
+
+    @property
+    def model(self) -> ActorCritic:
+        return self.learner.model
+
+    def heads_pass(self, batch: Batch, moments: Moments, objective: Objective) -> HeadsPass:
+        """Heads and losses of a minibatch, in C."""
+        targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
+        in_c = heads.Objective(
+            moments.advantage_mean,
+            moments.advantage_std + EPSILON,
+            moments.num_samples,
+            -1.0 if objective.clip_range is None else objective.clip_range,
+            objective.clip_value_loss,
+            self.hyper.vf_coef,
+            self.hyper.ent_coef,
+        )
+        return HeadsPass(self.model.policy_head, self.model.value_head, targets, in_c)
+
+
 class Gradient(Protocol):
-    def add(self, rows: NDArray[np.int64], place: int) -> None:
-        """This worker's own, of these rows of the batch, which have their place in the minibatch."""
+    def write(self, rows: NDArray[np.int64], place: int) -> None:
+        """This worker's own, of these rows of the batch, which have their place in the minibatch; and the statistics.
+
+        Whatever was there before is gone.
+        """
         ...
 
     def take(self, sharing: Sharing, rows: NDArray[np.int64], bounds: Sequence[int], place: int) -> None:
-        """Of the pieces of these that this worker gets."""
+        """Those of the pieces of these that this worker gets."""
         ...
 
 
 class PassByPass:
-    """The network in torch, or on its way there; the losses in torch or in C."""
+    """The network in torch, or in C with losses in torch."""
 
-    def __init__(self, learning: OnPolicyLearner, batch: Batch, moments: Moments, objective: Objective) -> None:
-        self.learning, self.learner, self.model = learning, learning.learner, learning.model
+    def __init__(self, setting: Setting, batch: Batch, moments: Moments, objective: Objective) -> None:
+        self.setting, self.learner, self.model = setting, setting.learner, setting.model
         self.batch, self.moments, self.objective = batch, moments, objective
-        self.losses_in_c: LossesInC | None = None
-        if learning.in_c:
-            to = objective_in_c(learning, moments, objective)
-            self.losses_in_c = LossesInC(self.model.policy_head, self.model.value_head, targets(batch), to)
+        self.behind = setting.heads_pass(batch, moments, objective) if setting.losses_in_c else None
 
-    def add(self, rows: NDArray[np.int64], place: int) -> None:
+    def write(self, rows: NDArray[np.int64], place: int) -> None:
         self.learner.zero_grad()
-        for start in range(0, len(rows), self.learning.micro_batch):
-            some = torch.from_numpy(rows[start : start + self.learning.micro_batch])
+        for start in range(0, len(rows), self.setting.micro_batch):
+            some = torch.from_numpy(rows[start : start + self.setting.micro_batch])
             if self.learner.hidden is not None:
                 self.learner.hidden.place(place + start, len(some))
             self._pass(some)
@@ -112,24 +138,23 @@ class PassByPass:
         for number in sharing.take():
             start, end = bounds[number : number + 2]
             self.learner.write_to(1 + number)
-            self.add(rows[start:end], place + start)
+            self.write(rows[start:end], place + start)
         self.learner.write_to(0)
 
     @torch.no_grad()
     def _pass(self, rows: Tensor) -> None:
-        batch, moments, device = self.batch, self.moments, self.learning.device
-        if self.losses_in_c is not None:
+        batch, moments, hyper = self.batch, self.moments, self.setting.hyper
+        if self.behind is not None:
             features, back = self.model.pass_through(batch.observations, rows)
-            vector = self.learner.in_c.address(self.learner.written_to)
-            back(self.losses_in_c(features, rows, vector))
+            back(self.behind(features, rows, self.learner.vectors_in_c.address(self.learner.written_to)))
             return
+        device = self.learner.flat.device
         observations, rows = batch.observations.index_select(0, rows).to(device), rows.to(device)
         now = Pass(self.model, observations, batch.actions[rows])
         advantages = (batch.advantages[rows] - moments.advantage_mean) / (moments.advantage_std + EPSILON)
         samples = Samples(batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows])
         losses, slopes = self.objective.losses(now, samples)
         weight = batch.valid[rows] / moments.num_samples
-        hyper = self.learning.hyper
         now.backward(
             log_probs=weight * slopes.log_probs,
             values=hyper.vf_coef * weight * slopes.values,
@@ -141,34 +166,15 @@ class PassByPass:
 class InOneCall:
     """Everything in C."""
 
-    def __init__(self, learning: OnPolicyLearner, batch: Batch, moments: Moments, objective: Objective) -> None:
-        model, self.learner = learning.model, learning.learner
-        assert model.native_trunk is not None
-        self.lesson = Lesson(
-            model.native_trunk, batch.observations, model.policy_head, model.value_head, targets(batch),
-            objective_in_c(learning, moments, objective),
-            most=learning.micro_batch, rows=self.learner.hidden.rows if self.learner.hidden else None,
-        )  # fmt: skip
+    def __init__(self, setting: Setting, batch: Batch, moments: Moments, objective: Objective) -> None:
+        trunk, hidden, self.vectors = setting.model.native_trunk, setting.learner.hidden, setting.learner.vectors_in_c
+        assert trunk is not None
+        behind = setting.heads_pass(batch, moments, objective)
+        rows = hidden.rows if hidden else None
+        self.minibatch = MinibatchInC(trunk, batch.observations, behind, most=setting.micro_batch, rows=rows)
 
-    def add(self, rows: NDArray[np.int64], place: int) -> None:
-        self.lesson.add(rows, place, self.learner.in_c.address(0))
+    def write(self, rows: NDArray[np.int64], place: int) -> None:
+        self.minibatch.write(rows, place, self.vectors.address(0))
 
     def take(self, sharing: Sharing, rows: NDArray[np.int64], bounds: Sequence[int], place: int) -> None:
-        self.lesson.take(rows, np.array(bounds), place, self.learner.in_c.address(1), sharing.pipe)
-
-
-def targets(batch: Batch) -> tuple[Tensor, ...]:
-    """As the code in C takes them."""
-    return batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid
-
-
-def objective_in_c(learning: OnPolicyLearner, moments: Moments, objective: Objective) -> heads.Objective:
-    return heads.Objective(
-        moments.advantage_mean,
-        moments.advantage_std + EPSILON,
-        moments.num_samples,
-        -1.0 if objective.clip_range is None else objective.clip_range,
-        objective.clip_value_loss,
-        learning.hyper.vf_coef,
-        learning.hyper.ent_coef,
-    )
+        self.minibatch.take(rows, np.array(bounds), place, self.vectors.address(1), sharing.pipe)

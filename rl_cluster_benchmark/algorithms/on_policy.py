@@ -26,6 +26,7 @@ from rl_cluster_benchmark.algorithms.minibatch import (
     Objective,
     PassByPass,
     Rows,
+    Setting,
 )
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
@@ -51,7 +52,7 @@ class OnPolicyLearner:
         self.env_ids = np.asarray(sharing.env_ids if sharing else env_ids)  # of the batch's columns
         self.owners = np.asarray(sharing.owners if sharing else [0] * len(env_ids))
         self.device = torch.device(config.hardware.device)
-        self.in_c = heads.suit(model.policy_head, self.device)
+        self.losses_in_c = heads.suit(model.policy_head, self.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
         self.learner = Learner(
             model,
@@ -114,7 +115,7 @@ class OnPolicyLearner:
         if learner.hidden is not None:
             learner.hidden.begin(sum(kept) + len(shared))
         gradient = self.gradient(batch, moments, objective)
-        gradient.add(rows[self.rank][: kept[self.rank]], sum(kept[: self.rank]))
+        gradient.write(rows[self.rank][: kept[self.rank]], sum(kept[: self.rank]))
         learner.stats[-1] = float(interrupted)
         if sharing is not None and division.num_pieces:
             gradient.take(sharing, shared, bounds, sum(kept))
@@ -126,12 +127,13 @@ class OnPolicyLearner:
         """Of a minibatch, to be added up."""
         if not self.hyper.normalize_advantage:
             moments = moments._replace(advantage_mean=0.0, advantage_std=1.0)
-        return (InOneCall if self.in_one_call else PassByPass)(self, batch, moments, objective)
+        setting = Setting(self.learner, self.hyper, self.micro_batch, self.losses_in_c)
+        return (InOneCall if self.in_one_call else PassByPass)(setting, batch, moments, objective)
 
     @property
     def in_one_call(self) -> bool:
         """From the observations to the losses and back in C?"""
-        return self.in_c and self.model.native_trunk is not None
+        return self.losses_in_c and self.model.native_trunk is not None
 
     def learning_rate(self, progress: float) -> float:
         return learning_rate(self.hyper, progress)

@@ -23,7 +23,9 @@ class Reducer(Protocol):
         ...
 
     def total(self, vector: Tensor) -> Tensor:
-        """The sum of these over all workers, which may lie where all of them read it: not to be changed."""
+        """The sum of these over all workers, which may lie where all of them read it: not to be changed, and gone with
+        the next call of any kind.
+        """
         ...
 
 
@@ -80,8 +82,8 @@ class Sharing(Protocol):
         """Where they lie for all of them: each steps a part."""
         ...
 
-    def moment(self, index: int, size: int) -> Tensor:
-        """The same for those of the optimiser."""
+    def moments(self, size: int) -> dict[str, Tensor]:
+        """The same for those of the optimiser, by name."""
         ...
 
     def part(self, size: int) -> slice:

@@ -47,12 +47,9 @@ def train(run: Run) -> None:
             "episodes": ((num_workers, longest + 1, 2), torch.float32),  # first row: how many
         }
     )
-    use_gloo = config.parallel.reduce == "gloo"
-    store = gloo_store() if use_gloo else None
+    store = gloo_store() if config.parallel.reduce == "gloo" else None
     task = Task.of(config)
-    work = None
-    if plan.balance > 0 and not use_gloo:
-        work = SharedWork(task, shards, config, plan)
+    work = SharedWork(task, shards, config, plan) if plan.shares_work(config) else None
     spares = num_pieces(num_workers) if work else 0
     means = SharedMemoryReducer.allocate(num_workers, *sums(config, task), spares) if store is None else store.port
     args = (config, plan, shards, shared, means, work, run.resumed_path, run.progress_state())

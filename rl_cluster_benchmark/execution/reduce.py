@@ -61,7 +61,7 @@ class SharedMemoryReducer:
         return self.sum(vector, self.beyond)
 
     def sum(self, tensor: Tensor, beyond: Callable[[Tensor], None] | None = None) -> Tensor:
-        """To be read before the next one is asked for: then nobody writes it before all have read it."""
+        """To be read before this reducer is used again: then nobody writes it before all have read it."""
         with self.clock.phase("communication"):
             kind = "vector" if tensor.dtype == torch.float32 and tensor.dim() == 1 else "small"
             parts, total = self._memory["vectors" if kind == "vector" else "small"], self._memory[f"{kind}_sum"]

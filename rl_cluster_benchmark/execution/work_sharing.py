@@ -65,12 +65,9 @@ class SharedWork:
                 **dict.fromkeys(TARGETS, (steps, torch.float32)),
             }
         )
-        moments = len(OPTIMIZERS[config.training.optimizer].MOMENTS)
+        self.moments = OPTIMIZERS[config.training.optimizer].MOMENTS
         self.learned = SharedTensors(
-            {
-                "parameters": ((task.num_parameters,), torch.float32),
-                "moments": ((moments, task.num_parameters), torch.float32),
-            }
+            dict.fromkeys(("parameters", *self.moments), ((task.num_parameters,), torch.float32))
         )
         self.hidden: SharedTensors | None = None
         self.help: SharedHelp | None = None
@@ -92,6 +89,7 @@ class WorkSharing:
         *starts, _ = accumulate(map(len, work.shards), initial=0)
         self._columns = [slice(start, start + len(shard)) for start, shard in zip(starts, work.shards, strict=True)]
         self._own, self._help, self._learned = self._columns[rank], work.help, work.learned
+        self._moments = work.moments
         self.meet = reduce.meet
         self.hidden: HiddenGradient | None = None
         if work.hidden is not None:
@@ -118,8 +116,8 @@ class WorkSharing:
     def parameters(self, size: int) -> Tensor:
         return self._learned["parameters"][:size]
 
-    def moment(self, index: int, size: int) -> Tensor:
-        return self._learned["moments"][index, :size]
+    def moments(self, size: int) -> dict[str, Tensor]:
+        return {name: self._learned[name][:size] for name in self._moments}
 
     def part(self, size: int) -> slice:
         """Whole cache lines, so that every number is computed as in one long vector."""

@@ -1,11 +1,8 @@
 /* A linear layer with ReLU on one core, forward and backward, and the pieces that it shares with convolutions. */
+#include "pass.h"
 #include "tiles.h"
 
 #define SLACK 4096 /* elements that may be read behind a buffer */
-
-typedef struct {
-    float *weights, *bias;
-} Gradient;
 
 typedef struct {
     int features, width;
@@ -14,7 +11,6 @@ typedef struct {
     int capacity;                 /* samples that there is room for: */
     bf16 *inputs, *grad_inputs;   /* [samples][features] */
     bf16 *grad;                   /* of the output, its transpose, and room for 16 features of all samples */
-    float *out, *grad_out;        /* [samples][width], of a pass in one call */
     bf16 *room;                   /* of dense_products */
     long room_size;
 } Dense;
@@ -107,7 +103,7 @@ INLINE void add_products(const int count, const bf16 *left, long stride, const b
 #endif
 }
 
-/* out[count][columns] = left[count][2 pairs] x packed, `count` rows of which are stored by finish_hidden. */
+/* sums[16][16 columns] = left[16 rows][2 pairs] x packed, of which the caller wants `rows` rows. */
 INLINE void multiply_rows(const bf16 *left, long stride, int rows, const bf16 *packed, int pairs, float sums[16][LANES]) {
 #if AMX
     (void)rows;
@@ -274,18 +270,17 @@ static int dense_create(Dense *dense, int features, int width) {
 /* Room for `samples`, a multiple of 32. 0 if there is no memory. */
 static int dense_reserve(Dense *dense, long samples) {
     if (samples <= dense->capacity) return 1;
-    const long inputs = sizeof(bf16) * samples * dense->features, outputs = sizeof(float) * samples * dense->width;
-    free(dense->inputs), free(dense->grad_inputs), free(dense->grad), free(dense->out), free(dense->grad_out);
-    dense->inputs = allocate(inputs), dense->grad_inputs = allocate(inputs);
+    free(dense->inputs), free(dense->grad_inputs), free(dense->grad);
+    dense->inputs = allocate(sizeof(bf16) * samples * dense->features);
+    dense->grad_inputs = allocate(sizeof(bf16) * samples * dense->features);
     dense->grad = allocate(sizeof(bf16) * samples * (2 * dense->width + LANES));
-    dense->out = allocate(outputs), dense->grad_out = allocate(outputs);
-    const int complete = dense->inputs && dense->grad_inputs && dense->grad && dense->out && dense->grad_out;
+    const int complete = dense->inputs && dense->grad_inputs && dense->grad;
     dense->capacity = complete ? (int)samples : 0;
     return complete;
 }
 
 static void dense_destroy(Dense *dense) {
     void *buffers[] = {dense->forward, dense->backward, dense->bias, dense->inputs, dense->grad_inputs, dense->grad,
-                       dense->out, dense->grad_out, dense->room};
+                       dense->room};
     for (unsigned i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
 }

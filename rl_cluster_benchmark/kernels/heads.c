@@ -1,5 +1,6 @@
 /* What lies behind the features: the policy head and the value head; in acting, the choice of an action; in a training pass
- * of PPO and A2C, the losses of each sample and the way back to the features.
+ * of PPO and A2C, the losses of each sample and the way back to the features. And a whole minibatch of these, for which it calls
+ * the network.
  *
  * In torch a training pass has some sixty small operations here. Between two passes of the network, which have pushed
  * everything else out of the cache, they take as long as the network takes for one or two images; here, microseconds.
@@ -7,9 +8,10 @@
  * The formulas are those of rollout.py, algorithms/ppo.py, a2c.py and passes.py. Everything is float32; weights are [outputs, features].
  */
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 #include <unistd.h>
+
+#include "pass.h"
 
 #define MAX_ACTIONS 256
 #define INLINE static inline __attribute__((always_inline))
@@ -27,9 +29,9 @@ typedef struct {
     const float *policy_weight, *policy_bias, *value_weight, *value_bias;
 } Heads;
 
-/* Where passes add to: a part for each of the network's weights and biases in turn, the heads', the five statistics. */
+/* Where passes add to: the gradients of the network's layers, those of the heads, the five statistics. */
 typedef struct {
-    float *const *trunk;
+    const Gradient *trunk;
     float *policy_weight, *policy_bias, *value_weight, *value_bias, *statistics;
     float *written[2]; /* everything that they add to, in two runs: it is cleared first */
     long sizes[2];
@@ -44,7 +46,7 @@ typedef struct {
     const float *log_probs, *values, *advantages, *returns, *valid;
     const int64_t *rows;
     const Vector *to;
-} Lesson;
+} Minibatch;
 
 typedef struct {
     float loss, slope;
@@ -120,26 +122,28 @@ INLINE Sloped value_loss(const Objective *to, float value, float old_value, floa
 
 /* For samples of the pass with these features, from number `first` on: add to the gradients of the heads and to the five
  * statistics, write the gradient of the features. */
-void heads_pass(const Lesson *lesson, long first, long count, const float *features, float *features_gradient) {
-    const Heads *heads = &lesson->heads;
-    const Objective *to = &lesson->objective;
-    const int64_t *actions = lesson->actions;
-    const Vector *sum = lesson->to;
+Losses heads_pass;
+void heads_pass(const void *context, long first, long count, const float *features, float *features_gradient) {
+    const Minibatch *minibatch = context;
+    const Heads *heads = &minibatch->heads;
+    const Objective *to = &minibatch->objective;
+    const int64_t *actions = minibatch->actions;
+    const Vector *sum = minibatch->to;
     float *statistics = sum->statistics;
     const long width = heads->width, num_actions = heads->num_actions;
     float log_policy[MAX_ACTIONS], policy[MAX_ACTIONS];
     for (long i = 0; i < count; i++) {
-        const long row = lesson->rows[first + i];
-        const float *x = features + i * width, weight = lesson->valid[row] / to->num_samples;
+        const long row = minibatch->rows[first + i];
+        const float *x = features + i * width, weight = minibatch->valid[row] / to->num_samples;
         float *gradient = features_gradient + i * width, entropy = 0;
         logits_of(heads, x, log_policy);
         log_softmax(num_actions, log_policy, policy);
         for (long j = 0; j < num_actions; j++) entropy -= policy[j] * log_policy[j];
         const float log_prob = log_policy[actions[row]], value = value_of(heads, x);
-        const float log_ratio = log_prob - lesson->log_probs[row], ratio = expf(log_ratio);
-        const float advantage = (lesson->advantages[row] - to->advantage_mean) / to->advantage_scale;
+        const float log_ratio = log_prob - minibatch->log_probs[row], ratio = expf(log_ratio);
+        const float advantage = (minibatch->advantages[row] - to->advantage_mean) / to->advantage_scale;
         const Sloped of_policy = policy_loss(to, advantage, log_prob, ratio);
-        const Sloped of_value = value_loss(to, value, lesson->values[row], lesson->returns[row]);
+        const Sloped of_value = value_loss(to, value, minibatch->values[row], minibatch->returns[row]);
         const float along_log_prob = weight * of_policy.slope, along_value = to->value_coefficient * weight * of_value.slope;
         const float along_entropy = -to->entropy_coefficient * weight;
 
@@ -164,9 +168,6 @@ void heads_pass(const Lesson *lesson, long first, long count, const float *featu
 
 /* ---- A minibatch, from the observations on: the network is in another library ------------------------------------------ */
 
-typedef int Train(void *network, const uint8_t *observations, const int64_t *rows, int count, void (*losses)(), const void *context,
-                  float *const *gradients, uint16_t *row_inputs, uint16_t *row_slopes, double *seconds);
-
 typedef struct {
     void *network;
     Train *train;
@@ -177,15 +178,15 @@ typedef struct {
     double *seconds;
 } Trunk;
 
-/* Clear a vector and add the gradient of some samples, which have their place in the minibatch. How many there were; -1 if
- * there is no memory. */
-long lesson_add(Lesson *lesson, const Trunk *trunk, const int64_t *rows, long count, long place, const Vector *to) {
-    lesson->to = to;
-    for (int i = 0; i < 2; i++) memset(to->written[i], 0, sizeof(float) * to->sizes[i]);
+/* Add the gradient of some samples, which have their place in the minibatch, to a vector, or write it there, if that is to be
+ * cleared first. How many there were; -1 if there is no memory. */
+long minibatch_add(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, long count, long place, const Vector *to, int clear) {
+    minibatch->to = to;
+    for (int i = 0; i < 2 && clear; i++) memset(to->written[i], 0, sizeof(float) * to->sizes[i]);
     for (long start = 0; start < count; start += trunk->most) {
         const long some = count - start < trunk->most ? count - start : trunk->most, row = place + start;
-        lesson->rows = rows + start;
-        if (!trunk->train(trunk->network, trunk->observations, lesson->rows, (int)some, (void (*)())heads_pass, lesson, to->trunk,
+        minibatch->rows = rows + start;
+        if (!trunk->train(trunk->network, trunk->observations, minibatch->rows, (int)some, heads_pass, minibatch, to->trunk,
                           trunk->row_inputs ? trunk->row_inputs + row * trunk->features : NULL,
                           trunk->row_slopes ? trunk->row_slopes + row * trunk->width : NULL, trunk->seconds))
             return -1;
@@ -193,15 +194,16 @@ long lesson_add(Lesson *lesson, const Trunk *trunk, const int64_t *rows, long co
     return count;
 }
 
-/* The same of pieces of shared samples, whose numbers are taken from a pipe until it is empty: each has bounds among the
+/* Write those of pieces of shared samples, whose numbers are taken from a pipe until it is empty: each has bounds among the
  * rows and a vector of its own. */
-long lesson_take(Lesson *lesson, const Trunk *trunk, const int64_t *rows, const int64_t *bounds, long place, const Vector *vectors,
-                 int pipe) {
+long minibatch_take(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, const int64_t *bounds, long place,
+                    const Vector *vectors, int pipe) {
     long samples = 0;
     for (int64_t i; read(pipe, &i, sizeof i) == sizeof i;) {
-        const long added = lesson_add(lesson, trunk, rows + bounds[i], bounds[i + 1] - bounds[i], place + bounds[i], vectors + i);
-        if (added < 0) return -1;
-        samples += added;
+        const long start = bounds[i];
+        const long count = minibatch_add(minibatch, trunk, rows + start, bounds[i + 1] - start, place + start, vectors + i, 1);
+        if (count < 0) return -1;
+        samples += count;
     }
     return samples;
 }

@@ -1,4 +1,4 @@
-"""What lies behind the features, in C: in acting, and in a training pass of PPO and A2C. heads.c says what and why.
+"""What lies behind the features, in C. heads.c says what and why; here is acting, in minibatch.py is training.
 
 It is compiled when there is a compiler; whether it computes what the formulas in torch do, tests find out
 (tests/test_heads.py): it is plain C, the same for every CPU.
@@ -88,15 +88,15 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    library = build.load("heads.c")
+    library = build.load("heads.c", ["pass.h"])
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_long
         library.heads_act.argtypes = [pointer, number, *[pointer] * 5]
         library.heads_pass.argtypes = [pointer, number, number, pointer, pointer]
         library.heads_act.restype = library.heads_pass.restype = None
-        library.lesson_add.argtypes = [pointer, pointer, pointer, number, number, pointer]
-        library.lesson_take.argtypes = [pointer, pointer, pointer, pointer, number, pointer, ctypes.c_int]
-        library.lesson_add.restype = library.lesson_take.restype = number
+        library.minibatch_add.argtypes = [pointer, pointer, pointer, number, number, pointer, ctypes.c_int]
+        library.minibatch_take.argtypes = [pointer, pointer, pointer, pointer, number, pointer, ctypes.c_int]
+        library.minibatch_add.restype = library.minibatch_take.restype = number
     return library
 
 

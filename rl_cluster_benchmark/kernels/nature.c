@@ -39,6 +39,7 @@ typedef struct {
     bf16 *grad_first, *grad_second, *framed2, *framed3; /* of a group */
     bf16 *transposed;
     float *first_gradient; /* [OUT1][12 blocks of 16] */
+    float *out;            /* of a training pass in one call */
 } Nature;
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
@@ -375,7 +376,7 @@ void nature_pack(Nature *net, const float *const *weights, const float *const *b
 void nature_destroy(Nature *net) {
     for (int i = 0; i < 3; i++) free(net->forward[i]), free(net->backward[i]), free(net->bias[i]);
     void *buffers[] = {net->first, net->second, net->pixels, net->patches, net->paired, net->grad_first, net->grad_second,
-                       net->framed2, net->framed3, net->transposed, net->first_gradient};
+                       net->framed2, net->framed3, net->transposed, net->first_gradient, net->out};
     for (unsigned i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
     dense_destroy(&net->hidden);
     free(net);

@@ -45,6 +45,7 @@ typedef struct {
     bf16 *grad[2], *grad_unpooled;
     bf16 *transposed, *paired;
     float *first_gradient;
+    float *out;       /* of a training pass in one call */
 } Network;
 
 INLINE long framed_size(int height, int width, int channels) { return (long)(height + 2) * (width + 2) * channels; }
@@ -487,7 +488,7 @@ void network_destroy(Network *net) {
             free(conv->forward), free(conv->backward), free(conv->bias);
         }
     void *buffers[] = {net->saved, net->pixels, net->unpooled, net->sum[0], net->sum[1], net->grad[0], net->grad[1],
-                       net->grad_unpooled, net->transposed, net->paired, net->first_gradient};
+                       net->grad_unpooled, net->transposed, net->paired, net->first_gradient, net->out};
     for (unsigned i = 0; i < sizeof buffers / sizeof *buffers; i++) free(buffers[i]);
     dense_destroy(&net->hidden);
     free(net);

@@ -2,7 +2,8 @@
 
 They compute in bfloat16 what the torch modules compute under autocast. A trunk keeps the activations of a pass in one
 buffer, so the backward pass must come before the next forward pass.
-Gradients are added to the parameters' `.grad`, where the optimiser reads them, instead of being handed to autograd.
+Gradients are added to the parameters' `.grad`, where the optimiser reads them, instead of being handed to autograd; a
+training pass in one call (minibatch.py) adds them where it is told to.
 That of the hidden layer's weights, which are most of the parameters, can be left for later: see `Rows`.
 """
 
@@ -23,6 +24,7 @@ from rl_cluster_benchmark.kernels import build
 
 LANES = 16  # columns that are computed together
 NO_MEMORY = "no memory for the activations of a pass; a smaller hardware.micro_batch needs less"
+CHECKED = 17  # samples: a pass in one call takes them 16 at a time
 FORWARD_ERROR, GRADIENT_ERROR = 0.01, 0.25  # relative; rounding moves a few winners of ReLU and pooling
 
 
@@ -100,9 +102,12 @@ class NativeTrunk:
         )  # fmt: skip
 
     @property
-    def in_c(self) -> tuple[int | None, int | None]:
+    def entry_points(self) -> tuple[int, int]:
         """For other code in C: the network, and the function that makes a whole training pass."""
-        return self._network.value, ctypes.cast(self._c_train, ctypes.c_void_p).value
+        network, train = self._network.value, ctypes.cast(self._c_train, ctypes.c_void_p).value
+        assert network
+        assert train
+        return network, train
 
     def begin_pass(self) -> None:
         if self.stale:
@@ -188,7 +193,7 @@ def _make(
 @cache
 def _library(architecture: str) -> ctypes.CDLL | None:
     source = SOURCES[architecture]
-    library = build.load(source.file, ["trunk.h", "dense.h", "tiles.h"])
+    library = build.load(source.file, ["trunk.h", "pass.h", "dense.h", "tiles.h"])
     if library is None or not hasattr(library, f"{source.prefix}_create"):
         return None
     return library if agrees_with_torch(library, source) else None
@@ -207,8 +212,8 @@ def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
     trunk = _make(library, source, image_shape, source.check_channels, parameters)
     if trunk is None:
         return False
-    observations = torch.randint(0, 256, (3, *image_shape), dtype=torch.uint8, generator=generator)
-    grad = torch.randn(3, len(parameters[-1]), generator=generator)
+    observations = torch.randint(0, 256, (CHECKED, *image_shape), dtype=torch.uint8, generator=generator)
+    grad = torch.randn(CHECKED, len(parameters[-1]), generator=generator)
     with torch.inference_mode(False), torch.enable_grad():  # wherever the first use happens to be
         expected = source.in_torch(parameters, observations)
         expected_gradients = torch.autograd.grad((expected * grad).sum(), parameters)
@@ -219,9 +224,31 @@ def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
         _, back = trunk.pass_through(observations)
         back(grad)
         product = torch.zeros_like(trunk.hidden_weights)
-        trunk.multiply(trunk.rows, 3, range(product.shape[1]), product)
-    pairs = zip([*gradients, product], [*expected_gradients, expected_gradients[-2]], strict=True)
-    return _error(out, expected) < FORWARD_ERROR and all(_error(*pair) < GRADIENT_ERROR for pair in pairs)
+        trunk.multiply(trunk.rows, CHECKED, range(product.shape[1]), product)
+        at_once = _gradients_in_one_call(trunk, observations, grad, parameters)
+    ours, theirs = [*gradients, product, *at_once], [*expected_gradients, expected_gradients[-2], *expected_gradients]
+    right = all(_error(*pair) < GRADIENT_ERROR for pair in zip(ours, theirs, strict=True))
+    return right and _error(out, expected) < FORWARD_ERROR
+
+
+def _gradients_in_one_call(
+    trunk: NativeTrunk, observations: Tensor, slopes: Tensor, parameters: Sequence[Tensor]
+) -> list[Tensor]:
+    """Of a pass whose losses have these slopes at the features, [B, F]."""
+    slopes = slopes.contiguous()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    def losses(_context: int, first: int, count: int, _features: int, gradient: int) -> None:
+        ctypes.memmove(gradient, slopes[first:].data_ptr(), 4 * count * slopes.shape[1])
+
+    gradients = [torch.zeros_like(parameter) for parameter in parameters]
+    trunk.begin_pass()
+    network, train = trunk.entry_points
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    call = ctypes.CFUNCTYPE(number, pointer, pointer, pointer, number, *[pointer] * 6)(train)
+    images, count = observations.data_ptr(), len(observations)
+    call(network, images, None, count, losses, None, _pointers(gradients), None, None, trunk.seconds)
+    return gradients
 
 
 def impala_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:

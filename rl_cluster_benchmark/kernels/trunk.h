@@ -1,13 +1,11 @@
 /* Passes over a batch, the same for every network: network.c and nature.c include this behind their convolutions.
  *
- * They define `Net`, which has a `Dense hidden` and an `int capacity` (samples that it can save), NAME (of the functions
- * here), NUM_CONVS, IMAGE_BYTES, SLOTS (samples that a pass needs room for when it saves none), CHUNK, and the functions
- * save_room, run_samples, return_samples, begin_gradients and end_gradients.
+ * They define `Net`, which has a `Dense hidden`, an `int capacity` (samples that it can save) and `float *out` (room for the
+ * features of a chunk and their gradient), NAME (of the functions here), NUM_CONVS, IMAGE_BYTES, SLOTS (samples that a pass
+ * needs room for when it saves none), CHUNK, and the functions save_room, run_samples, return_samples, begin_gradients and
+ * end_gradients.
  */
 #include <time.h>
-
-/* What lies behind the features: from those of `count` samples of a pass, from number `first` on, to their gradient. */
-typedef void Losses(const void *context, long first, long count, const float *features, float *gradient);
 
 static double now(void) {
     struct timespec time;
@@ -23,7 +21,7 @@ INLINE double add_seconds(double *seconds, double since) {
 
 /* Room to save some samples, and for the rows of others in the hidden layer. 0 if there is no memory. */
 static int reserve(Net *net, int saved, int rows) {
-    if (saved > net->capacity) net->capacity = save_room(net, round_up(saved, 32)) ? (int)round_up(saved, 32) : 0;
+    if (saved > net->capacity) net->capacity = save_room(net, saved) ? saved : 0;
     return saved <= net->capacity && dense_reserve(&net->hidden, round_up(rows, 32));
 }
 
@@ -56,13 +54,16 @@ void NAME(backward)(Net *net, const uint8_t *observations, const int64_t *rows, 
     tiles_end();
 }
 
-/* Both in one, with the losses between them: few samples at a time, so that what is saved of them stays in the cache.
- * Adds the seconds that went forward, into the losses, and backward. */
-int NAME(train)(Net *net, const uint8_t *observations, const int64_t *rows, int batch, Losses *losses, const void *context,
+/* Both in one, with the losses between them: few samples at a time, so that what is saved of them stays in the cache. */
+Train NAME(train);
+int NAME(train)(void *network, const uint8_t *observations, const int64_t *rows, int batch, Losses *losses, const void *context,
                 const Gradient *gradients, bf16 *row_inputs, bf16 *row_slopes, double seconds[3]) {
-    const Images images = {observations, rows, IMAGE_BYTES(net)};
-    if (!reserve(net, smaller(batch, CHUNK), batch)) return 0;
+    Net *net = network;
     Dense *hidden = &net->hidden;
+    const Images images = {observations, rows, IMAGE_BYTES(net)};
+    if (!net->out) net->out = allocate(sizeof(float) * 2 * CHUNK * hidden->width);
+    if (!net->out || !reserve(net, smaller(batch, CHUNK), batch)) return 0;
+    float *out = net->out, *grad_out = out + (long)CHUNK * hidden->width;
     double last = now();
     tiles_begin();
     begin_gradients(net);
@@ -70,11 +71,11 @@ int NAME(train)(Net *net, const uint8_t *observations, const int64_t *rows, int 
         const int count = smaller(CHUNK, batch - start);
         const long place = (long)start * hidden->features;
         run_samples(net, images, start, count, 1, hidden->inputs + place);
-        dense_forward(hidden, start, count, hidden->out);
+        dense_forward(hidden, start, count, out);
         last = add_seconds(seconds, last);
-        losses(context, start, count, hidden->out, hidden->grad_out);
+        losses(context, start, count, out, grad_out);
         last = add_seconds(seconds + 1, last);
-        dense_return(hidden, start, count, hidden->out, hidden->grad_out);
+        dense_return(hidden, start, count, out, grad_out);
         return_samples(net, images, start, count, hidden->grad_inputs + place, gradients);
         last = add_seconds(seconds + 2, last);
     }

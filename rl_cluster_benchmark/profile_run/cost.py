@@ -13,9 +13,9 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.envs import PROCGEN, Spaces, make_env
 from rl_cluster_benchmark.models import make_model
 
-# Of each parameter in a step: the gradient is cleared, summed (read, written), measured and used; the parameter and two
-# moments are read and written; 4 bytes each time.
-OPTIMISER_BYTES = 4 * (1 + 2 + 1 + 1 + 3 * 2)
+# Of each parameter in a step, 4 bytes each time: the gradient is cleared, summed (read, written) and measured; then it
+# is used, and the parameter and two moments are read and written.
+GRADIENT_BYTES, STEP_BYTES = 4 * (1 + 2 + 1), 4 * (1 + 3 * 2)
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class Cost:
         """If everything of a pass but the observation stays in the cache."""
         return float(self.observation_bytes)
 
-    def bytes_per_step(self) -> float:
-        """Of an optimiser step, whatever the number of samples."""
-        return float(OPTIMISER_BYTES * self.num_parameters)
+    def bytes_per_step(self, num_learning: int, *, divided: bool) -> float:
+        """Of an optimiser step, whatever the number of samples: do those who learn divide it among them?"""
+        times = 1 if divided else num_learning
+        return float((GRADIENT_BYTES * num_learning + STEP_BYTES * times) * self.num_parameters)
 
 
 def of_network(config: Config) -> Cost:

@@ -87,6 +87,7 @@ class Profile:
     cost: Cost | None  # None where nobody counted, as for a run that is over
     peak: Peak | None
     run: dict[str, Any]  # its training_summary.json
+    shares_work: bool = False  # then those who learn divide the optimiser's step among them
 
     def of_role(self, *roles: str) -> list[Process]:
         return [process for process in self.processes if process.role in roles]
@@ -116,7 +117,8 @@ class Profile:
         assert self.cost is not None
         forward, backward = self.cost.bytes_at_most(self.precision)
         least, trained = self.cost.bytes_at_least(), self.fps * self.passes_per_step
-        steps = trained / self.batch * self.cost.bytes_per_step() * max(1, len(self.of_role("worker", "learner")))
+        num_learning = max(1, len(self.of_role("worker", "learner")))
+        steps = trained / self.batch * self.cost.bytes_per_step(num_learning, divided=self.shares_work)
         low = self.fps * 2 * least + trained * least + steps  # acting reads an observation and stores it
         high = self.fps * (least + forward) + trained * (forward + backward) + steps
         return low / 1e9, high / 1e9

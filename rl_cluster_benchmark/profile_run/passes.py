@@ -14,22 +14,23 @@ from typing import Any
 import torch
 
 from rl_cluster_benchmark import envs
-from rl_cluster_benchmark.kernels import lesson, network, pooling
+from rl_cluster_benchmark.kernels import minibatch, network, pooling
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.profile_run.attach import BACKWARD, FORWARD, INFERENCE
 
+PACKING = "native network: weights to bfloat16"
+LOSSES, WHOLE_PASS = "C heads and losses", "native network: forward, losses and backward"
 # (where, function, the name of its row)
 IN_C = (
     (network.NativeTrunk, "forward", "native network: forward"),
     (network.NativeTrunk, "backward", "native network: backward"),
-    (network.NativeTrunk, "_pack", "native network: weights to bfloat16"),
-    (lesson.Losses, "__call__", "C heads and losses"),
+    (network.NativeTrunk, "_pack", PACKING),
+    (minibatch.HeadsPass, "__call__", LOSSES),
+    (minibatch.MinibatchInC, "call", WHOLE_PASS),
     (pooling, "_forward", "C max-pooling: forward"),
     (pooling, "_backward", "C max-pooling: backward"),
     (envs.EnvPoolEnv, "step", "EnvPool: step"),
 )
-
-WHOLE_PASS = "native network: forward, losses and backward"
 
 
 class Passes:
@@ -44,7 +45,7 @@ class Passes:
             setattr(place, function, self._timed(name, getattr(place, function)))
         ActorCritic.features = self._counted_inference(ActorCritic.features)  # type: ignore[method-assign]
         ActorCritic.pass_through = self._counted_pass(ActorCritic.pass_through)  # type: ignore[method-assign]
-        lesson.Lesson.run = self._counted_lesson(self._timed(WHOLE_PASS, lesson.Lesson.run))  # type: ignore[method-assign]
+        minibatch.MinibatchInC.call = self._counted_call(minibatch.MinibatchInC.call)  # type: ignore[method-assign]
 
     def state(self) -> dict[str, dict[str, float]]:
         return {"seconds": dict(self.seconds), "calls": dict(self.calls), "samples": dict(self.samples)}
@@ -78,19 +79,21 @@ class Passes:
 
         return pass_through
 
-    def _counted_lesson(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A whole pass in one call: the code in C says how long each part of it took."""
+    def _counted_call(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Passes in one call: the code in C says how long their parts took. Packing weights is a part of the first."""
 
-        def run(of: lesson.Lesson, *args: Any) -> int:
-            before = list(of.seconds)
+        def call(of: minibatch.MinibatchInC, *args: Any) -> int:
+            before, packed = list(of.seconds), self.seconds.get(PACKING, 0.0)
             samples: int = function(of, *args)
             forward, losses, backward = (after - earlier for earlier, after in zip(before, of.seconds, strict=True))
-            for kind, seconds in ((FORWARD, forward), (BACKWARD, losses + backward)):
+            forward += self.seconds.get(PACKING, 0.0) - packed
+            for kind, seconds in ((FORWARD, forward), (LOSSES, losses), (BACKWARD, backward)):
                 self._add(kind, seconds)
+            for kind in (FORWARD, BACKWARD):
                 self.samples[kind] += samples
             return samples
 
-        return run
+        return call
 
     def _counted(self, kind: str, samples: int, function: Callable[..., Any], *args: Any) -> Any:
         started = time.perf_counter()

@@ -186,6 +186,7 @@ class WatchedRun:
             cost=of_network(config),
             peak=best,
             run=summary,
+            shares_work=hardware.plan(config).shares_work(config),
         )
 
     def keep_files(self) -> None:

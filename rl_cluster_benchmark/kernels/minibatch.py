@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.kernels.network import NO_MEMORY, NativeTrunk, Rows
 
+MOST_IN_A_CALL = 512  # samples: a signal waits for its end
+
 
 class Vector(ctypes.Structure):
     """Where passes add to: as in heads.c."""
@@ -32,26 +34,25 @@ class Vector(ctypes.Structure):
 
 
 class Vectors:
-    """Some of these. Each of: a part for each of the model's parameters, in their order; statistics; all that is
-    written, in two runs.
-    """
+    """Gradient vectors for the code in C."""
 
     def __init__(self, vectors: Iterable[tuple[Sequence[Tensor], Tensor, Sequence[Tensor]]]) -> None:
-        made, self._places = [], []
+        """Of each: the parts of the model's parameters, in their order; the statistics; everything, in two runs."""
+        made, self._layers = [], []
         for parts, statistics, written in vectors:
             *trunk, policy_weight, policy_bias, value_weight, value_bias = heads.pointers(parts)
-            places = (ctypes.c_void_p * len(trunk))(*trunk)
-            self._places.append(places)
+            layers = (ctypes.c_void_p * len(trunk))(*trunk)  # weights and bias of each
+            self._layers.append(layers)
             runs, sizes = (ctypes.c_void_p * 2)(*heads.pointers(written)), (ctypes.c_long * 2)(*map(len, written))
-            head_places = (policy_weight, policy_bias, value_weight, value_bias, statistics.data_ptr())
-            made.append(Vector(ctypes.addressof(places), *head_places, runs, sizes))
+            of_heads = (policy_weight, policy_bias, value_weight, value_bias, statistics.data_ptr())
+            made.append(Vector(ctypes.addressof(layers), *of_heads, runs, sizes))
         self._vectors = (Vector * len(made))(*made)
 
     def address(self, index: int) -> int:
         return ctypes.addressof(self._vectors[index])
 
 
-class _Lesson(ctypes.Structure):
+class _Minibatch(ctypes.Structure):
     _fields_ = (
         ("heads", heads.Heads),
         ("objective", heads.Objective),
@@ -75,54 +76,57 @@ class _Trunk(ctypes.Structure):
     )
 
 
-class Losses:
-    """Of a minibatch, behind any network. `batch`: actions, their log-probabilities, values, advantages, returns and
-    weights of all samples.
-    """
+class HeadsPass:
+    """Heads and losses of a minibatch, behind any network."""
 
     def __init__(
         self, policy: nn.Linear, value: nn.Linear, batch: Sequence[Tensor], objective: heads.Objective
     ) -> None:
-        self._lesson = _Lesson(heads.Heads.of(policy, value), objective, *heads.pointers(batch))
-        self._read = list(batch)  # kept: the code in C has their addresses only
+        """`batch`: the actions, their log-probabilities, values, advantages, returns and weights of all samples."""
+        self.in_c = _Minibatch(heads.Heads.of(policy, value), objective, *heads.pointers(batch))
+        self._batch = batch  # kept: the code in C has addresses only
 
     def __call__(self, features: Tensor, rows: Tensor, vector: int) -> Tensor:
         """Add to the vector's gradients of the heads and statistics; returns the gradient of the features, [B, F]."""
         gradient = torch.empty_like(features)
-        self._lesson.rows, self._lesson.to = rows.data_ptr(), vector
+        self.in_c.rows, self.in_c.to = rows.data_ptr(), vector
         call = heads.library().heads_pass
-        call(ctypes.byref(self._lesson), 0, len(features), features.data_ptr(), gradient.data_ptr())
+        call(ctypes.byref(self.in_c), 0, len(features), features.data_ptr(), gradient.data_ptr())
         return gradient
 
 
-class Lesson(Losses):
-    """Of a minibatch, the network included: passes of `most` samples; they leave rows of the hidden layer, or none."""
+class MinibatchInC:
+    """The network included."""
 
     def __init__(
-        self, trunk: NativeTrunk, observations: Tensor, policy: nn.Linear, value: nn.Linear, batch: Sequence[Tensor],
-        objective: heads.Objective, *, most: int, rows: Rows | None,
-    ) -> None:  # fmt: skip
-        super().__init__(policy, value, batch, objective)
+        self, trunk: NativeTrunk, observations: Tensor, behind: HeadsPass, *, most: int, rows: Rows | None
+    ) -> None:
+        """Passes are of `most` samples; they leave rows of the hidden layer there, or add to its gradient."""
         assert observations.is_contiguous()
-        self._read += (observations, *(rows or ()))
         places = (*heads.pointers(rows), rows.inputs.shape[1], rows.slopes.shape[1]) if rows else (None, None, 0, 0)
-        self._through, self.seconds = trunk, trunk.seconds
-        self._trunk = _Trunk(*trunk.in_c, observations.data_ptr(), most, *places, ctypes.addressof(self.seconds))
+        self.seconds = trunk.seconds
+        self._network, self._behind, self._read = trunk, behind, (observations, rows)
+        addresses = (*trunk.entry_points, observations.data_ptr(), most, *places, ctypes.addressof(self.seconds))
+        self._trunk = _Trunk(*addresses)
 
-    def add(self, rows: NDArray[np.int64], place: int, vector: int) -> None:
-        """Of these samples, which have their place in the minibatch."""
-        self.run(heads.library().lesson_add, rows.ctypes.data, len(rows), place, vector)
+    def write(self, rows: NDArray[np.int64], place: int, vector: int) -> None:
+        """The gradient of these samples, which have their place in the minibatch."""
+        for start in range(0, len(rows), MOST_IN_A_CALL):
+            some = rows[start : start + MOST_IN_A_CALL]
+            arguments = (some.ctypes.data, len(some), place + start, vector, start == 0)
+            self.call(heads.library().minibatch_add, *arguments)
 
     def take(
         self, rows: NDArray[np.int64], bounds: NDArray[np.int64], place: int, first_vector: int, pipe: int
     ) -> None:
-        """Of pieces of these, each with a vector of its own, as long as there are numbers of pieces in the pipe."""
-        self.run(heads.library().lesson_take, rows.ctypes.data, bounds.ctypes.data, place, first_vector, pipe)
+        """Those of pieces of these, each with a vector of its own, as long as there are numbers of them in the pipe."""
+        arguments = (rows.ctypes.data, bounds.ctypes.data, place, first_vector, pipe)
+        self.call(heads.library().minibatch_take, *arguments)
 
-    def run(self, function: Any, *args: Any) -> int:
-        """How many samples it was."""
-        self._through.begin_pass()
-        samples: int = function(ctypes.byref(self._lesson), ctypes.byref(self._trunk), *args)
+    def call(self, function: Any, *args: Any) -> int:
+        """A function in C that makes passes, and says of how many samples."""
+        self._network.begin_pass()
+        samples: int = function(ctypes.byref(self._behind.in_c), ctypes.byref(self._trunk), *args)
         if samples < 0:
             raise MemoryError(NO_MEMORY)
         return samples
