@@ -3,7 +3,7 @@
 Every loss here sees the network through three numbers of a sample: the log-probability of the action taken, the value,
 and the entropy. So slopes along these are all that a loss has to know. From there to the features the gradient is
 written out: autograd takes some sixty small operations for it, as long as the network in C takes for several images.
-For PPO and A2C all of this is also there in C (kernels/heads.py).
+For PPO and A2C all of this is also there in C (kernels/minibatch.py).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from rl_cluster_benchmark.execution.leader import Board
 from rl_cluster_benchmark.execution.leaders import Seat
 from rl_cluster_benchmark.execution.others import OnTheirOwn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
-from rl_cluster_benchmark.execution.unrolls import CACHE_LINE, UnrollStore
+from rl_cluster_benchmark.execution.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.weights import PublishedWeights
 from rl_cluster_benchmark.hardware import Plan
 

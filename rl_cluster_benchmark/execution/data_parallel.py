@@ -1,7 +1,7 @@
-"""Every core of one machine: workers that own their environments, their rollouts and a copy of the model.
+"""Every core of one machine: workers that own their environments and their rollouts.
 
-Experience never moves; gradients do. Each worker computes gradients on its own samples, the sum over all workers is
-made through shared memory, and all take the same step. The parent only watches, writes files and shows progress.
+Experience never moves; gradients do. Each worker computes gradients, the sum over all workers is made through shared
+memory, and all go on with the same parameters. The parent only watches, writes files and shows progress.
 """
 
 from __future__ import annotations

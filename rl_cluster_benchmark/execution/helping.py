@@ -1,8 +1,8 @@
 """Workers whose rollout is done look at images for those who are still at theirs.
 
 Cores differ, and everybody waits for the slowest rollout. An environment cannot move to another core, but most of a
-step is the network, and the observations lie where everyone can read them. So workers that are done take over images of
-one that is not, half of them or, two of them together, more, until the rollout of that one is complete.
+step is the network, and the observations lie where everyone can read them. So a worker that is done takes over half of
+the images of one that is not, a second one some more, until the rollout of that one is complete.
 Only with the network in C: what it makes of an image does not depend on the others in the batch, so the numbers are the
 same whoever computes them.
 """
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.execution.claims import MOST, Claims
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.timing import PhaseClock
 
 STEP, FINISHED = range(2)  # of a worker: its slot, rollouts made
 TAKEN, ASKED, ANSWERED, START, END = range(5)  # of a helper's post: is there one, requests, replies, images asked for
-CACHE_LINE = 8  # numbers
 POSTS = 2  # beside each worker
 FEWEST_STEPS = 2  # left, for which help comes in time
 

@@ -27,7 +27,7 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import council, machine, times
 from rl_cluster_benchmark.execution.data_parallel import INTERRUPTED, TIME_IS_UP, reports
 from rl_cluster_benchmark.execution.loop import Worker, update
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.execution.watchdog import limit_of
@@ -37,7 +37,6 @@ from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 from rl_cluster_benchmark.timing import PhaseClock, beat
 
-CACHE_LINE = 8  # of 8-byte numbers: rows that different workers write do not share one
 NAP_SECONDS = 0.001
 STEPS, UPDATES, DONE = range(3)  # columns of the counters
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -28,7 +28,7 @@ class SharedMemoryReducer:
         """
         return SharedTensors(
             {
-                "arrivals": ((num_workers, 8), torch.int64),  # a cache line for each
+                "arrivals": ((num_workers, CACHE_LINE), torch.int64),
                 "vectors": ((num_workers + spares, vector_size), torch.float32),
                 "vector_sum": ((vector_size,), torch.float32),
                 "small": ((num_workers, small_size), torch.float64),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 4096
+CACHE_LINE = 8  # of 8-byte numbers: rows that different processes write do not share one
 
 
 class SharedTensors:

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.impala import Unrolls
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.rollout import Rollout
 
-CACHE_LINE = 8  # of 8-byte numbers: pages of different actors do not share one
 STEP_FIELDS = ("actions", "log_probs", "rewards", "terminated", "truncated", "valid")
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]

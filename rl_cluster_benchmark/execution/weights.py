@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
 
 WRITING = -1
-CACHE_LINE = 8  # of 8-byte numbers
 
 
 class PublishedWeights:

@@ -22,7 +22,7 @@ from rl_cluster_benchmark.execution.claims import MOST, Claims
 from rl_cluster_benchmark.execution.helping import Helping, SharedHelp
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.models import ActorCritic
@@ -30,7 +30,6 @@ from rl_cluster_benchmark.rollout import Rollout
 from rl_cluster_benchmark.timing import PhaseClock
 
 PIECES_PER_WORKER, FEWEST_PIECES = 6, 24
-LINE = 16  # floats in a line of the cache
 STEP_FIELDS = {
     "actions": torch.int64,
     "log_probs": torch.float32,
@@ -121,8 +120,9 @@ class WorkSharing:
 
     def part(self, size: int) -> slice:
         """Whole cache lines, so that every number is computed as in one long vector."""
-        lines = -(-size // LINE)
-        first, last = (LINE * (lines * i // self._reduce.num_workers) for i in (self.rank, self.rank + 1))
+        floats = 2 * CACHE_LINE
+        lines = -(-size // floats)
+        first, last = (floats * (lines * i // self._reduce.num_workers) for i in (self.rank, self.rank + 1))
         return slice(first, min(last, size))
 
     def vectors(self, size: int) -> list[Tensor]:
