@@ -153,7 +153,7 @@ def whole_pass(count: int) -> Iterator[Case]:
     in_torch, in_c, in_one_call = (partial(add, *way) for way in WAYS)
     yield f"PPO's heads and losses in C instead of torch, a whole pass of {count}", in_c, in_torch
     if ppo.on_policy.model.native_trunk is not None:
-        yield f"that pass in one call of C, 16 samples at a time, {count}", in_one_call, in_c
+        yield f"that pass in one call of C, a few samples at a time, {count}", in_one_call, in_c
 
 
 def milliseconds(work: Callable[[], object]) -> float:

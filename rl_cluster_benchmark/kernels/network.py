@@ -24,7 +24,7 @@ from rl_cluster_benchmark.kernels import build
 
 LANES = 16  # columns that are computed together
 NO_MEMORY = "no memory for the activations of a pass; a smaller hardware.micro_batch needs less"
-CHECKED = 17  # samples: a pass in one call takes them 16 at a time
+CHECKED = 17  # samples: a pass in one call takes them 4 or 16 at a time
 FORWARD_ERROR, GRADIENT_ERROR = 0.01, 0.25  # relative; rounding moves a few winners of ReLU and pooling
 
 
