@@ -1,6 +1,6 @@
 /* What lies behind the features: the policy head and the value head; in acting, the choice of an action; in a training pass
- * of PPO and A2C, the losses of each sample and the way back to the features. And a whole minibatch of these, for which it calls
- * the network.
+ * of PPO and A2C, the losses of each sample and the way back to the features. And a whole minibatch of these, for which it
+ * calls the network.
  *
  * In torch a training pass has some sixty small operations here. Between two passes of the network, which have pushed
  * everything else out of the cache, they take as long as the network takes for one or two images; here, microseconds.
@@ -180,7 +180,8 @@ typedef struct {
 
 /* Add the gradient of some samples, which have their place in the minibatch, to a vector, or write it there, if that is to be
  * cleared first. How many there were; -1 if there is no memory. */
-long minibatch_add(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, long count, long place, const Vector *to, int clear) {
+long minibatch_add(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, long count, long place, const Vector *to,
+                   int clear) {
     minibatch->to = to;
     for (int i = 0; i < 2 && clear; i++) memset(to->written[i], 0, sizeof(float) * to->sizes[i]);
     for (long start = 0; start < count; start += trunk->most) {

@@ -110,8 +110,8 @@ class MinibatchInC:
         self._trunk = _Trunk(*addresses)
 
     def write(self, rows: NDArray[np.int64], place: int, vector: int) -> None:
-        """The gradient of these samples, which have their place in the minibatch."""
-        for start in range(0, len(rows), MOST_IN_A_CALL):
+        """The gradient of these samples, which have their place in the minibatch; of none, zeros."""
+        for start in range(0, max(1, len(rows)), MOST_IN_A_CALL):
             some = rows[start : start + MOST_IN_A_CALL]
             arguments = (some.ctypes.data, len(some), place + start, vector, start == 0)
             self.call(heads.library().minibatch_add, *arguments)

@@ -11,5 +11,5 @@ typedef void Losses(const void *context, long first, long count, const float *fe
 /* A training pass over some rows of the observations, in one call, which adds to the gradients of the layers. With row_inputs,
  * those of the hidden layer's weights are left out, and a row for each sample is left there. Adds the seconds that went
  * forward, into the losses, and backward. 0 if there is no memory. */
-typedef int Train(void *network, const uint8_t *observations, const int64_t *rows, int batch, Losses *losses, const void *context,
-                  const Gradient *gradients, uint16_t *row_inputs, uint16_t *row_slopes, double seconds[3]);
+typedef int Train(void *network, const uint8_t *observations, const int64_t *rows, int batch, Losses *losses,
+                  const void *context, const Gradient *gradients, uint16_t *row_inputs, uint16_t *row_slopes, double seconds[3]);
