@@ -147,7 +147,7 @@ def test_the_code_for_amx_is_the_same_as_pass_by_pass(tmp_path, architecture):
 def test_a_pass_in_one_call_that_is_wrong_is_noticed():
     """Before the library is used."""
     source = network.SOURCES["impala"]
-    library = build.load(source.file, ["trunk.h", "pass.h", "dense.h", "tiles.h"])
+    library = network._library("impala")
     assert network.agrees_with_torch(library, source)
     with pytest.MonkeyPatch.context() as patch:
         original = network._gradients_in_one_call

@@ -59,9 +59,7 @@ class Node:
             }
         )
         task = Task.of(config)
-        self.work = None
-        if plan.balance > 0:
-            self.work = SharedWork(task, self.shards, config, plan)
+        self.work = SharedWork(task, self.shards, config, plan) if plan.shares_work(config) else None
         vector, small = sums(config, task)
         spares = num_pieces(plan.num_workers) if self.work else 0
         self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes, spares)

@@ -68,7 +68,7 @@ class Acting:
         """Of step t, from the features of its observations, [N, F]; to be read before the next call."""
         features = features.contiguous()
         noise = self._noise.data_ptr() + t * self._noise_step
-        library().heads_act(ctypes.byref(self._heads), len(features), features.data_ptr(), noise, *self._pointers)
+        compiled().heads_act(ctypes.byref(self._heads), len(features), features.data_ptr(), noise, *self._pointers)
         return self._chosen
 
 
@@ -80,7 +80,7 @@ def available() -> bool:
     return _load() is not None
 
 
-def library() -> ctypes.CDLL:
+def compiled() -> ctypes.CDLL:
     library = _load()
     assert library is not None
     return library

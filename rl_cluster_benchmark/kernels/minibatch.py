@@ -90,7 +90,7 @@ class HeadsPass:
         """Add to the vector's gradients of the heads and statistics; returns the gradient of the features, [B, F]."""
         gradient = torch.empty_like(features)
         self.in_c.rows, self.in_c.to = rows.data_ptr(), vector
-        call = heads.library().heads_pass
+        call = heads.compiled().heads_pass
         call(ctypes.byref(self.in_c), 0, len(features), features.data_ptr(), gradient.data_ptr())
         return gradient
 
@@ -114,14 +114,14 @@ class MinibatchInC:
         for start in range(0, max(1, len(rows)), MOST_IN_A_CALL):
             some = rows[start : start + MOST_IN_A_CALL]
             arguments = (some.ctypes.data, len(some), place + start, vector, start == 0)
-            self.call(heads.library().minibatch_add, *arguments)
+            self.call(heads.compiled().minibatch_add, *arguments)
 
     def take(
         self, rows: NDArray[np.int64], bounds: NDArray[np.int64], place: int, first_vector: int, pipe: int
     ) -> None:
         """Those of pieces of these, each with a vector of its own, as long as there are numbers of them in the pipe."""
         arguments = (rows.ctypes.data, bounds.ctypes.data, place, first_vector, pipe)
-        self.call(heads.library().minibatch_take, *arguments)
+        self.call(heads.compiled().minibatch_take, *arguments)
 
     def call(self, function: Any, *args: Any) -> int:
         """A function in C that makes passes, and says of how many samples."""
