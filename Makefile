@@ -23,7 +23,7 @@ quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evalua
 test: lint ## set up and run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: lint ## all tests, also the long ones (about 40 minutes)
+test-all: lint ## all tests, also the long ones: sanitizers, larger model checks (about an hour)
 	$(BIN)/python -m pytest -m 'not cluster' $(ARGS)
 
 test-cluster: venv/.installed ## the tests on real engines: hosts, SSH, torchrun, SLURM, qsub, Ray (root; installs them)

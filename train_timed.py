@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Train PPO in one process for --duration HOURS: rlcb train --algorithm ppo --mode sequential."""
+"""Train PPO in one process for --duration HOURS: rlcb train --config ppo_sequential."""
 
 import sys
 
 from rl_cluster_benchmark.cli import main
 
+CALL = ["train", "--algorithm", "ppo", "--mode", "sequential", "--default-config", "ppo_sequential"]
+
 if __name__ == "__main__":
-    sys.exit(main(["train", "--algorithm", "ppo", "--mode", "sequential", *sys.argv[1:]]))
+    sys.exit(main([*CALL, *sys.argv[1:]]))

@@ -10,7 +10,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import FOREVER, ROOT, TINY, Processes, check_run, environment, need, ssh_settings, updates, wait_until
+from conftest import (
+    FOREVER,
+    RLCB,
+    ROOT,
+    TINY,
+    Processes,
+    check_run,
+    environment,
+    need,
+    ssh_settings,
+    updates,
+    wait_until,
+)
 from slurm_cluster import SlurmCluster
 
 from rl_cluster_benchmark.cluster.launch import jobs
@@ -85,6 +97,31 @@ def test_usr1_saves_and_requeues_and_the_run_goes_on(slurm, tmp_path):
     assert "Resumed from" in log_of(tmp_path, job).read_text()
     slurm.ask("scancel", job)
     wait_until(lambda: not state(slurm, job), 60, "the end", log_of(tmp_path, job))
+    check_run(output, nodes=2, state="interrupted")
+
+
+def test_overwrite_holds_until_the_old_run_is_gone(slurm, tmp_path):
+    """Bugs 7 and 8: an attempt that fails before training leaves --overwrite to the next; a requeued job resumes."""
+    output = tmp_path / "run"
+    old = [*RLCB, "train", "--mode", "distributed", *TINY, "--num-nodes", 1, "--total-timesteps", 3000, "--output-dir",
+           output]  # fmt: skip
+    subprocess.run(list(map(str, old)), cwd=ROOT, env=environment(), check=True, timeout=120)
+    before = updates(output)
+    python = tmp_path / "python"  # an environment that is broken at first
+    python.write_text(f'#!/bin/bash\nmkdir {tmp_path}/tried-$SLURM_PROCID && exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    args = ("--total-timesteps", FOREVER, "--overwrite")
+    _, job = submit(slurm, tmp_path, output, *args, options=("--python", python))
+    log = log_of(tmp_path, job)
+    wait_until(lambda: updates(output) > before + 3, 120, "training", log)
+    assert "Attempt 0 ended with status 1." in log.read_text()
+    assert "Resumed from" not in log.read_text(), "these are the old run's weights"
+    slurm.ask("scancel", "--signal=USR1", job)
+    wait_until(lambda: "Resumed from" in log.read_text(), 120, "the requeued job", log)
+    before = updates(output)
+    wait_until(lambda: updates(output) > before + 3, 120, "going on", log)
+    slurm.ask("scancel", job)
+    wait_until(lambda: not state(slurm, job), 60, "the end", log)
     check_run(output, nodes=2, state="interrupted")
 
 
@@ -187,9 +224,9 @@ def test_the_pbs_script_through_a_qsub_that_is_not_pbs(slurm, processes, tmp_pat
     hosts.write_text("127.0.0.2\n127.0.0.2\n127.0.0.3\n")
     words = [word for option in (*options, "Port=2299") for word in ("--ssh-option", option)]
     call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "pbs", "--nodes", 2, "--cpus-per-node", 1, "--time",
-            "01:00:00", "--hosts", hosts, "--env", "PYTHONPATH", *words, "--directory", tmp_path, "--script",
-            tmp_path / "job.sh", "--log", tmp_path / "job.log", "--", "train", *TINY, "--output-dir", output,
-            "--total-timesteps", FOREVER]  # fmt: skip
+            "3600", "--option=-v PYTHONPATH", "--hosts", hosts, "--env", "PYTHONPATH", *words, "--directory", tmp_path,
+            "--script", tmp_path / "job.sh", "--log", tmp_path / "job.log", "--", "train", *TINY, "--output-dir",
+            output, "--total-timesteps", FOREVER]  # fmt: skip
     environ = environment(**slurm.environ)
     done = subprocess.run(list(map(str, call)), cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -204,3 +241,32 @@ def test_the_pbs_script_through_a_qsub_that_is_not_pbs(slurm, processes, tmp_pat
     wait_until(lambda: not state(slurm, second), 60, "the end")
     check_run(output, nodes=2, state="interrupted")
     assert not slurm.ask("squeue", "-h"), "a job that was ended by hand is not submitted again"
+    assert "Resumed from" in (tmp_path / "job.log").read_text()
+
+
+def test_odd_names_are_what_sbatch_reads(slurm, tmp_path):
+    """Each stands in one directive, and is to SLURM what it was on the command line; times by SLURM's own rules."""
+    names = ("two words", "it's", 'a "quote"', "$(touch touched)", "a; touch touched #", "#hash", "%j", "back\\slash",
+             "Größe", "-dash", "x" * 300)  # fmt: skip
+    times = (("1", "00:01:00"), ("90:30", "01:31:00"), ("2-12", "2-12:00:00"), ("1-02:30", "1-02:30:00"),
+             ("100:00:00", "4-04:00:00"), *[(None, "UNLIMITED")] * 6)  # fmt: skip
+    held = zip(names, times, strict=True)
+    for number, (name, (text, expected)) in enumerate(held):
+        folder = tmp_path / (name if not set("\\%") & set(name) and len(name) < 200 else f"folder {number}")
+        folder.mkdir()
+        call = [*RLCB, "launch", "slurm", "--nodes", "1", f"--job-name={name}", "--option=--hold",
+                f"--directory={folder}", *([f"--time={text}"] if text else []), "--", "train"]  # fmt: skip
+        environ = environment(**slurm.environ)
+        done = subprocess.run(call, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        job = done.stdout.split()[1]
+        try:
+            shown = slurm.ask("scontrol", "show", "job", job)
+            assert f"JobName={name}\n" in shown, shown
+            assert f"StdOut={folder}/rlcb-{job}.out\n" in shown, shown
+            assert f"its output goes to {folder}/rlcb-{job}.out" in done.stdout
+            assert f" TimeLimit={expected} " in shown, shown
+        finally:
+            slurm.ask("scancel", job)
+    assert not list(tmp_path.rglob("touched"))
+    wait_until(lambda: not slurm.ask("squeue", "-h"), 60, "an empty queue")

@@ -6,6 +6,7 @@ Nothing heavy is imported until a subcommand needs it: `rlcb --help` answers at 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -15,9 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli_analysis import add_analysis_commands
-from rl_cluster_benchmark.cli_arguments import add_config_arguments, config_from, numbers, positive, rank, seconds, seed
+from rl_cluster_benchmark.cli_arguments import (
+    add_config_arguments,
+    config_from,
+    finite,
+    numbers,
+    positive,
+    rank,
+    seconds,
+    seed,
+    without_effect,
+)
 from rl_cluster_benchmark.cli_checkpoint import add_checkpoint_command
 from rl_cluster_benchmark.cli_performance import add_performance_commands
+from rl_cluster_benchmark.cli_search import add_search_command
 from rl_cluster_benchmark.cluster.checkup import arguments as checkup_arguments
 from rl_cluster_benchmark.cluster.launch import arguments as launch_arguments
 from rl_cluster_benchmark.scaling import arguments as projection_arguments
@@ -37,6 +49,7 @@ examples:
   rlcb plot --log-file runs/coinrun/logs/PPO_Sequential/metrics.jsonl
   rlcb scaling --algorithm ppo --workers 1,2,4,8,16
   rlcb tune --config ppo_procgen_paper
+  rlcb search --space ppo_procgen --trials 60 --output-dir runs/search
   rlcb scaling --project --bandwidth 10gbit --round-trip 0.1ms
   rlcb compare runs/coinrun runs/starpilot
   rlcb benchmark --algorithms ppo a2c --games coinrun --seeds 1 2 3 --duration 0.5
@@ -53,25 +66,34 @@ SET_BY_SCALING = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from rl_cluster_benchmark import inherited
     from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 
+    inherited.put_in_order()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ± is no reason to fail
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        inherited.check_directory()
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_shown(error)}", file=sys.stderr)
         return 2
     except TrainingFailedError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_shown(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output went away: `rlcb config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_shown(error)}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            return 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it holds cannot be written at the end
         return 1
     except ValueError as error:
         if "null byte" not in str(error):
@@ -82,6 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _shown(error: Exception) -> str:
+    """Return its sentence without control characters that could drive a terminal: names of files may hold them."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in str(error))
+
+
 def build_parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("rlcb", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=formatter)
@@ -90,12 +117,16 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train an agent", description="Train an agent.", allow_abbrev=False)
     add_config_arguments(train)
+    train.add_argument("--default-config", help=argparse.SUPPRESS)  # of the scripts, whose defaults are documented
     train.add_argument(
         "--node-rank", type=rank, metavar="N", help="number of this machine, the head is 0 (distributed mode); "
         "default: from torchrun or SLURM, else the head is whoever has --master-addr, the others count as they come",
     )  # fmt: skip
     group = train.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="go on with the run in the output directory")
+    group.add_argument(
+        "--resume-if-present", action="store_true", help="go on with the run there; start one where there is none"
+    )
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output directory")
     train.set_defaults(run=_train)
 
@@ -117,6 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_analysis_commands(commands)
     add_checkpoint_command(commands)
     add_performance_commands(commands)
+    add_search_command(commands)
 
     doctor = commands.add_parser(
         "doctor",
@@ -147,7 +179,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     quickstart.add_argument("--output-dir", default=QUICKSTART_DIR, metavar="DIR", help=f"default: {QUICKSTART_DIR}")
     quickstart.add_argument("--overwrite", action="store_true", help="replace the run in the output directory")
-    quickstart.add_argument("--duration", type=float, default=1 / 60, metavar="HOURS", help="default: a minute")
+    quickstart.add_argument("--duration", type=finite, default=1 / 60, metavar="HOURS", help="default: a minute")
     quickstart.set_defaults(run=_quickstart)
     return parser
 
@@ -218,9 +250,18 @@ def _train(args: argparse.Namespace) -> int:
 
         start_server(config.env.game)  # it loads what workers need while this process imports torch
     signals = _start_process(config)
+    for sentence in without_effect(args, config):  # not before: what is printed from here on holds nothing up
+        print(sentence, file=sys.stderr, flush=True)
     from rl_cluster_benchmark.training import train
 
-    return train(config, signals, resume=args.resume, overwrite=args.overwrite, node_rank=args.node_rank)
+    return train(
+        config,
+        signals,
+        resume=args.resume,
+        resume_if_present=args.resume_if_present,
+        overwrite=args.overwrite,
+        node_rank=args.node_rank,
+    )
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -315,7 +356,7 @@ def _quickstart(args: argparse.Namespace) -> int:
     signals = _start_process(config)
     from rl_cluster_benchmark.quickstart import quickstart
 
-    return quickstart(config, signals, overwrite=args.overwrite or args.output_dir == QUICKSTART_DIR)
+    return quickstart(config, signals, overwrite=args.overwrite)
 
 
 def _start_process(config: Config) -> Signals:

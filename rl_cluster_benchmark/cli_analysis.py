@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_cluster_benchmark.cli_arguments import finite, port, positive, seed, steps
 from rl_cluster_benchmark.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def add_analysis_commands(commands: Any) -> None:
         "Read-only, on this machine only (127.0.0.1).",
     )
     dashboard.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory")
-    dashboard.add_argument("--port", type=int, default=6007, metavar="N", help="default: 6007; 0 takes a free one")
+    dashboard.add_argument("--port", type=port, default=6007, metavar="N", help="default: 6007; 0 takes a free one")
     dashboard.set_defaults(run=_dashboard)
 
 
@@ -88,16 +89,20 @@ def _add_benchmark_command(commands: Any) -> None:
         "--configs", nargs="+", metavar="FILE", help="config files or presets instead of algorithms x modes"
     )
     parser.add_argument("--games", nargs="+", metavar="GAME", help="default: coinrun")
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="default: 1 2 3")
-    parser.add_argument("--duration", type=float, metavar="HOURS", help="train each cell for this long")
-    parser.add_argument("--total-timesteps", type=int, metavar="N", help="or for this many environment steps")
-    parser.add_argument("--episodes", type=int, metavar="N", help="episodes of each evaluation; default: 100")
+    parser.add_argument("--seeds", nargs="+", type=seed, metavar="N", help="default: 1 2 3")
+    parser.add_argument("--duration", type=finite, metavar="HOURS", help="train each cell for this long")
+    parser.add_argument("--total-timesteps", type=steps, metavar="N", help="or for this many environment steps")
+    parser.add_argument("--episodes", type=positive, metavar="N", help="episodes of each evaluation; default: 100")
     parser.add_argument("--deterministic", action="store_true", help="evaluate with the likeliest action")
     parser.add_argument("--set", nargs="+", action="extend", metavar="KEY=VALUE", help="settings of every cell")
     parser.add_argument("--output-dir", metavar="DIR", default="benchmarks/matrix", help="default: benchmarks/matrix")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="go on with the benchmark in the output directory")
-    group.add_argument("--overwrite", action="store_true", help="replace the benchmark in the output directory")
+    group.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the benchmark in the output directory (with --cell: that cell)",
+    )
     parser.add_argument(
         "--keep-partial", action="store_true",
         help="go on within an interrupted cell instead of training it anew (its levels then differ from a whole run's)",
@@ -111,7 +116,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, nargs: str) -> None:
     parser.add_argument("runs", metavar="RUN", nargs=nargs, help="directories of runs, or directories that hold runs")
     parser.add_argument("--unfinished", action="store_true", help="take in runs that are going on or were interrupted")
     parser.add_argument(
-        "--threshold", type=float, metavar="REWARD",
+        "--threshold", type=finite, metavar="REWARD",
         help="report the time to reach this mean reward; default: the highest that every group ended with",
     )  # fmt: skip
 
@@ -132,8 +137,8 @@ def _compare(args: argparse.Namespace) -> int:
         return compare_two(
             Path(args.sequential),
             Path(args.parallel),
-            output=Path(args.output or "comparison.png"),
-            report=Path(args.report or "comparison_report.txt"),
+            output=Path(args.output) if args.output else None,
+            report=Path(args.report) if args.report else None,
             unfinished=args.unfinished,
             x=x,
         )
@@ -153,8 +158,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.analysis.comparison import Comparison
-    from rl_cluster_benchmark.analysis.report import write_report
+    from rl_cluster_benchmark.analysis.report import check_replaceable, write_report
 
+    check_replaceable(Path(args.output_dir))
     paths = [Path(run) for run in args.runs]
     comparison = Comparison.load(paths, unfinished=args.unfinished, threshold=args.threshold)
     for item in comparison.left_out:
@@ -180,10 +186,12 @@ def _benchmark(args: argparse.Namespace) -> int:
     matrix = _matrix(args)
     if matrix is not None:
         benchmarks.check_cells(matrix, _config_of)
-    matrix = benchmarks.prepare(directory, matrix, resume=args.resume, overwrite=args.overwrite)
+    how = {"resume": args.resume, "overwrite": args.overwrite}
     if args.plan:
-        return benchmarks.plan(directory, matrix)
-    return benchmarks.benchmark(directory, matrix, signals, only=args.cell, keep_partial=args.keep_partial)
+        return benchmarks.plan(directory, matrix, **how)
+    if args.cell is not None:
+        return benchmarks.one_cell(directory, matrix, signals, args.cell, **how, keep_partial=args.keep_partial)
+    return benchmarks.benchmark(directory, matrix, signals, **how, keep_partial=args.keep_partial)
 
 
 def _matrix(args: argparse.Namespace) -> Matrix | None:

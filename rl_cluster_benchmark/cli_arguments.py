@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config import Config
 
 PLACES = ("algorithm", "mode", "output_dir", "logging.log_dir", "logging.checkpoint_dir")  # where a run is
+
+MAX_COUNT, MAX_DIGITS = 10**9, 40
 
 # flag -> (config key, placeholder, help)
 FLAGS: dict[str, tuple[str, str, str]] = {
@@ -45,7 +49,9 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
             "--mode", type=str.lower, metavar="MODE", help="sequential (default), parallel or distributed"
         )
     parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file or a preset's name; default: the preset <algorithm>_<mode>"
+        "--config",
+        metavar="FILE",
+        help="a YAML file or a preset's name; default: the preset <algorithm>_<mode>",
     )
     for flag, (key, placeholder, text) in FLAGS.items():
         if flag in without:
@@ -62,21 +68,43 @@ def attribute(flag: str) -> str:
 
 
 def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least 1")
-    return int(text)
+    return _whole(text, 1, MAX_COUNT)
+
+
+def steps(text: str) -> int:
+    return _whole(text, 1, 2**63 - 1)
 
 
 def rank(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0")
-    return int(text)
+    return _whole(text, 0, MAX_COUNT)
 
 
 def seed(text: str) -> int:
-    if not text.isdigit() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number from 0 to 2^32 - 1")
-    return int(text)
+    return _whole(text, 0, 2**32 - 1)
+
+
+def port(text: str) -> int:
+    return _whole(text, 0, 65_535)
+
+
+def _whole(text: str, lowest: int, highest: int) -> int:
+    digits = text.replace("_", "")
+    number = int(digits) if digits.isdecimal() and len(digits) <= MAX_DIGITS else -1
+    if not lowest <= number <= highest:
+        raise argparse.ArgumentTypeError(
+            f"{text[:MAX_DIGITS]} is not allowed; it must be a whole number of at least {lowest}, at most {highest}"
+        )
+    return number
+
+
+def finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text[:MAX_DIGITS]} is not allowed; it must be a finite number")
+    return number
 
 
 def numbers(text: str) -> list[int]:
@@ -89,37 +117,59 @@ def seconds(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a number of seconds, at most a day")
+        raise argparse.ArgumentTypeError(
+            f"{text[:MAX_DIGITS]} is not allowed; it must be a number of seconds, at most a day"
+        )
     return number
 
 
 def config_from(args: argparse.Namespace) -> Config:
-    """Defaults < YAML < command line. A run that is resumed starts from its own config.yaml."""
+    """Return the config: defaults < YAML < command line. A run that is resumed starts from its own config.yaml."""
     from rl_cluster_benchmark import config_files as configs
-    from rl_cluster_benchmark.run.directory import RunDirectory
 
-    overrides: dict[str, object] = {}
-    for name in ("algorithm", "mode"):
-        if getattr(args, name) is not None:
-            overrides[name] = getattr(args, name)
-    mode = args.mode or (configs.read_yaml(args.config).get("mode") if args.config is not None else None)
-    for flag, (key, _, _) in FLAGS.items():
-        text = getattr(args, attribute(flag))
-        if text is not None:
-            key = "cluster.num_workers" if flag == "--num-workers" and mode == "distributed" else key
-            overrides[key] = text
+    named = {name: getattr(args, name) for name in ("algorithm", "mode") if getattr(args, name) is not None}
+    flags = {flag: text for flag in FLAGS if (text := getattr(args, attribute(flag))) is not None}
+    assigned = dict(configs.parse_assignment(text) for text in args.set)
+    given = named | {FLAGS[flag][0]: text for flag, text in flags.items()} | assigned
+    path = args.config
+    own = None
+    if path is None:
+        path = getattr(args, "default_config", None) or configs.preset_of(args.algorithm, args.mode)
+        own = _own_config(args, path, given)
+        path = own or path
+    mode = args.mode or (configs.read_yaml(path).get("mode") if own or args.config is not None else None)
+    overrides: dict[str, object] = dict(named)
+    for flag, text in flags.items():
+        is_machines = flag == "--num-workers" and mode == "distributed"
+        overrides["cluster.num_workers" if is_machines else FLAGS[flag][0]] = text
     if args.num_envs is not None and args.num_envs_per_worker is None:
         overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
     if args.num_workers is not None and mode != "distributed":
         overrides["impala.num_actors"] = None  # likewise: a preset's split of the cores
-    overrides |= dict(configs.parse_assignment(text) for text in args.set)
-    path = args.config
-    if path is None:
-        place = "cpu_cluster" if args.mode == "distributed" else args.mode or "sequential"
-        preset = f"{args.algorithm or 'ppo'}_{place}"
-        path = preset if preset in configs.presets() else None
-        if getattr(args, "resume", False):
-            places = {key: overrides[key] for key in PLACES if key in overrides}
-            own = RunDirectory.of(configs.load(path, places)).config
-            path = own if own.is_file() else path
-    return configs.load(path, overrides)
+    overrides |= assigned
+    return configs.load(path, configs.AS_IT_WAS | overrides if own else overrides)
+
+
+def without_effect(args: argparse.Namespace, config: Config) -> list[str]:
+    """Return a sentence for each key on the command line that the config's algorithm does not use."""
+    from rl_cluster_benchmark import config_files as configs
+
+    flags = [key for flag, (key, _, _) in FLAGS.items() if getattr(args, attribute(flag)) is not None]
+    sentences = []
+    for key in dict.fromkeys([*flags, *(configs.parse_assignment(text)[0] for text in args.set)]):
+        users = configs.users_of(key)
+        if config.algorithm not in users:
+            who = f"{', '.join(users)} {'does' if len(users) == 1 else 'do'}"
+            sentences.append(f"{key} has no effect: {config.algorithm} does not use it ({who}).")
+    return sentences
+
+
+def _own_config(args: argparse.Namespace, path: str | None, given: Mapping[str, object]) -> Path | None:
+    """Return the config.yaml of the run that is to be resumed, if there is one."""
+    from rl_cluster_benchmark import config_files as configs
+    from rl_cluster_benchmark.run.directory import RunDirectory
+
+    if not (getattr(args, "resume", False) or getattr(args, "resume_if_present", False)):
+        return None
+    own = RunDirectory.of(configs.load(path, {key: given[key] for key in PLACES if key in given})).config
+    return own if own.is_file() else None

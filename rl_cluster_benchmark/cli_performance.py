@@ -28,7 +28,7 @@ Without --mode, PPO and A2C are tried in one process and in several.
 TUNE_EXAMPLES = """\
 examples:
   rlcb tune --config ppo_procgen_paper                    PPO, the published setting: five minutes
-  rlcb tune --algorithm impala --config impala_procgen    how many cores act, how many learn
+  rlcb tune --config impala_procgen --mode parallel        how many cores act, how many learn
   rlcb tune --config ppo_procgen_paper --budget 120 --mode parallel
   rlcb tune --config ppo_procgen_paper --exhaustive       and check the choice against every setting there is
   rlcb train --config runs/tune/tuned.yaml --output-dir runs/tuned
@@ -43,7 +43,7 @@ PROFILE_EXAMPLES = """\
 examples:
   rlcb profile --config ppo_procgen_paper --mode parallel
   rlcb profile --config ppo_procgen_paper --trace trace.json     then open chrome://tracing or ui.perfetto.dev
-  rlcb profile --algorithm impala --config impala_procgen        who waits for whom
+  rlcb profile --config impala_procgen --mode parallel           who waits for whom
   rlcb profile --config runs/tune/tuned.yaml                     what `rlcb tune` found
   rlcb profile --of runs/coinrun                                 what limited a run that is over, on a cluster too
 """

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Algorithm = Literal["ppo", "a2c", "a3c", "impala"]
 Mode = Literal["sequential", "parallel", "distributed"]
@@ -34,6 +35,10 @@ SYNCHRONISATIONS: dict[str, tuple[str, ...]] = {
     "impala": ("allreduce", "async"),
 }
 MAX_LEVEL = 2**31 - 1
+MAX_INT = 2**63 - 1
+MAX_FLOAT = 1e38  # of float32, in which networks compute
+MAX_SECONDS = 1_000_000  # of a timeout: the system's calls take no more than some years
+MAX_HOURS = 1_000_000  # of a run
 MAX_ENVS, MAX_THREADS, MAX_WIDTH = 65_536, 1024, 65_536
 
 
@@ -57,6 +62,8 @@ EnvName = Annotated[str, BeforeValidator(canonical_env_name)]
 
 def _number(value: object) -> object:
     """YAML 1.1 reads `3e-4` as a string; people mean the number."""
+    if isinstance(value, bool):
+        raise ValueError("is not allowed; it must be a number")
     if isinstance(value, str):
         try:
             return float(value.replace("_", ""))
@@ -66,11 +73,24 @@ def _number(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    number = _number(value)
-    return int(number) if isinstance(number, float) and number.is_integer() else number
+    """A text of digits is read exactly; as a float it would be rounded beyond 2^53."""
+    try:
+        number = int(value) if isinstance(value, str) else _number(value)
+    except ValueError:
+        number = _number(value)
+    number = int(number) if isinstance(number, float) and number.is_integer() else number
+    if isinstance(number, int) and abs(number) > MAX_INT:
+        raise ValueError("is not allowed; it must be less than 2^63")
+    return number
 
 
-Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+def _fits_float32(number: float) -> float:
+    if abs(number) > MAX_FLOAT:
+        raise ValueError(f"is not allowed; it must be at most {MAX_FLOAT:g}")
+    return number
+
+
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), AfterValidator(_fits_float32)]
 Int = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
 
 
@@ -83,6 +103,23 @@ def _count_or_auto(value: object) -> object:
 
 Count = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 AutoCount = Annotated[Count, BeforeValidator(lambda value: "auto" if value is None else value)]
+
+# Marks a key that may be different when a run is resumed: how it runs, where its files are, and when it ends. Every key
+# without it is part of what is learned, and stays (see run/resumption.py).
+MAY_CHANGE = "may change on --resume"
+Value = TypeVar("Value")
+MayChange = Annotated[Value, MAY_CHANGE]
+
+
+@dataclass(frozen=True)
+class UsedBy:
+    """Mark a key that only these algorithms use."""
+
+    algorithms: tuple[Algorithm, ...]
+
+
+OfPPO = Annotated[Value, UsedBy(("ppo",))]
+OfActorCritics = Annotated[Value, UsedBy(("ppo", "a2c", "a3c"))]  # but IMPALA, which has keys of its own
 
 
 class Section(BaseModel):
@@ -108,16 +145,31 @@ class EnvConfig(Section):
         200,
         ge=0,
         le=MAX_LEVEL,
-        description="Size of the training set of levels; 0 is all levels, so none stays unseen.",
+        description="Procgen: size of the training set of levels; 0 is all levels, so none stays unseen.",
     )
-    start_level: Int = Field(0, ge=0, le=MAX_LEVEL, description="First level of the training set.")
-    use_sequential_levels: bool = Field(False, description="Procgen: go on to the next level instead of ending.")
-    center_agent: bool = Field(True, description="Procgen: centre the view on the agent.")
+    start_level: Int = Field(
+        0, ge=0, le=MAX_LEVEL, description="Procgen: first level of the training set; not used with num_levels = 0."
+    )
+    use_sequential_levels: bool = Field(
+        False,
+        description="Only false: EnvPool's Procgen takes true, and still ends every episode at the end of its level.",
+    )
+    center_agent: bool = Field(
+        True, description="Procgen: centre the view on the agent, in games whose levels are larger than the view."
+    )
     use_backgrounds: bool = Field(True, description="Procgen: draw backgrounds; false is plain black.")
     use_monochrome_assets: bool = Field(False, description="Procgen: draw plain rectangles instead of sprites.")
-    restrict_themes: bool = Field(False, description="Procgen: use a single theme where a game has several.")
+    restrict_themes: bool = Field(
+        False,
+        description="Procgen: use a single theme where a game has several (not caveflyer, chaser, heist, maze, "
+        "miner and plunder).",
+    )
     use_generated_assets: bool = Field(False, description="Procgen: use generated instead of drawn assets.")
-    paint_vel_info: bool = Field(False, description="Procgen: paint the agent's velocity into the corner.")
+    paint_vel_info: bool = Field(
+        False,
+        description="Procgen: paint the agent's velocity into the corner (not chaser, heist, maze, miner and "
+        "plunder, where it has none).",
+    )
 
     @property
     def game(self) -> str | None:
@@ -131,6 +183,11 @@ class EnvConfig(Section):
             raise ValueError(
                 f"distribution_mode {self.distribution_mode} does not exist for {self.game}; "
                 f"games that have it: {', '.join(sorted(games))}"
+            )
+        if self.use_sequential_levels:
+            raise ValueError(
+                "env.use_sequential_levels = true does nothing: in EnvPool's Procgen an episode ends with its level; "
+                "leave it false"
             )
         if self.start_level + self.num_levels >= MAX_LEVEL:
             raise ValueError(f"start_level + num_levels must be less than {MAX_LEVEL}")
@@ -161,49 +218,67 @@ class ModelConfig(Section):
 class TrainingConfig(Section):
     """The learning problem: how much experience, how it is used, when it ends."""
 
-    total_timesteps: Int = Field(25_000_000, ge=1, description="Stop after this many environment steps.")
-    duration_hours: Float | None = Field(None, gt=0, description="Stop after this many hours, if that comes first.")
+    total_timesteps: MayChange[Int] = Field(25_000_000, ge=1, description="Stop after this many environment steps.")
+    duration_hours: MayChange[Float | None] = Field(
+        None, gt=0, le=MAX_HOURS, description="Stop after this many hours, if that comes first."
+    )
     n_steps: Int = Field(128, ge=1, le=1_000_000, description="Steps each environment takes between two updates.")
-    batch_size: Int = Field(
+    batch_size: Annotated[Int, UsedBy(("ppo", "impala"))] = Field(
         1024,
         ge=1,
         description="Samples in a minibatch. For PPO it must divide num_envs x n_steps; if larger, one minibatch. "
         "IMPALA rounds it to whole unrolls of n_steps.",
     )
-    n_epochs: Int = Field(4, ge=1, le=1_000_000, description="Passes over the experience in each update.")
+    n_epochs: OfPPO[Int] = Field(4, ge=1, le=1_000_000, description="Passes over the experience in each update.")
     learning_rate: Float = Field(3e-4, gt=0, description="Step size of the optimiser.")
     anneal_lr: bool = Field(False, description="Let the learning rate fall linearly to zero over the run.")
     gamma: Float = Field(0.999, ge=0, le=1, description="Discount factor.")
-    gae_lambda: Float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
-    clip_range: Float = Field(0.2, gt=0, le=1000, description="PPO: the ratio is clipped to 1 +- this.")
-    clip_value_loss: bool = Field(True, description="PPO: clip the change of the value by clip_range too.")
-    ent_coef: Float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
-    vf_coef: Float = Field(0.5, ge=0, description="Weight of the value loss.")
-    max_grad_norm: Float = Field(0.5, gt=0, description="Gradients are scaled down to this norm.")
-    target_kl: Float | None = Field(
+    gae_lambda: OfActorCritics[Float] = Field(
+        0.95, ge=0, le=1, description="Lambda of generalised advantage estimation."
+    )
+    clip_range: OfPPO[Float] = Field(0.2, gt=0, le=1000, description="PPO: the ratio is clipped to 1 +- this.")
+    clip_value_loss: OfPPO[bool] = Field(True, description="PPO: clip the change of the value by clip_range too.")
+    ent_coef: OfActorCritics[Float] = Field(0.01, ge=0, description="Weight of the entropy bonus.")
+    vf_coef: OfActorCritics[Float] = Field(0.5, ge=0, description="Weight of the value loss.")
+    max_grad_norm: OfActorCritics[Float] = Field(0.5, gt=0, description="Gradients are scaled down to this norm.")
+    target_kl: OfPPO[Float | None] = Field(
         None, gt=0, description="PPO: end an update early once the approximate KL exceeds this; null never does."
     )
-    normalize_advantage: bool = Field(True, description="Normalise advantages over each (global) minibatch.")
+    normalize_advantage: OfActorCritics[bool] = Field(
+        True, description="Normalise advantages over each (global) minibatch."
+    )
     normalize_reward: bool = Field(
         True, description="Divide training rewards by the running std of the discounted return; logs stay raw."
     )
     optimizer: Literal["adam", "rmsprop"] = Field("adam", description="What turns gradients into steps.")
     adam_eps: Float = Field(1e-5, gt=0, description="Epsilon of the optimiser.")
-    on_nan: Literal["stop", "skip"] = Field(
+    rmsprop_bias_correction: bool = Field(
+        False,
+        description="RMSprop: divide the mean square by what it lacks of its weight in the first steps, as Adam does; "
+        "without it the first step is ten learning rates long.",
+    )
+    time_limit: Literal["bootstrap", "terminal"] = Field(
+        "bootstrap",
+        description="What an episode that is cut off by its game's time limit is worth beyond it: bootstrap adds the "
+        "value of its last frame, terminal adds nothing, as in the published Procgen results.",
+    )
+    on_nan: MayChange[Literal["stop", "skip"]] = Field(
         "stop",
         description="What NaN or infinite rewards, observations, losses or gradients do: stop ends the run with the "
         "reason; skip leaves the update out, counts it, and goes on (100 in a row end the run). Checkpoints never hold "
         "any.",
     )
-    watchdog: Float = Field(
+    watchdog: MayChange[Float] = Field(
         300.0,
         ge=1,
-        le=1_000_000,
+        le=MAX_SECONDS,
         description="Seconds without progress after which a process counts as hung: its Python stack is printed and "
         "the run ends, or, of IMPALA, the actor is replaced. Longer than one minibatch or one environment step takes.",
     )
-    log_interval: Int = Field(1, ge=1, description="Updates between two lines of metrics.")
-    save_interval: Int = Field(100, ge=1, description="Updates between two checkpoints (see also checkpoint_minutes).")
+    log_interval: MayChange[Int] = Field(1, ge=1, description="Updates between two lines of metrics.")
+    save_interval: MayChange[Int] = Field(
+        100, ge=1, description="Updates between two checkpoints (see also checkpoint_minutes)."
+    )
 
 
 class ImpalaConfig(Section):
@@ -216,17 +291,42 @@ class ImpalaConfig(Section):
         1.0, gt=0, description="Clip of the weights that carry a step's surprise back to earlier ones (c of the paper)."
     )
     vtrace_clip_pg_rho_threshold: Float = Field(1.0, gt=0, description="Clip of the weights in the policy gradient.")
+    vtrace_lambda: Float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Discount, beside gamma, of what later steps add to V-trace's targets and advantages: below 1 both "
+        "vary less and rely more on the value. On policy they are those of generalised advantage estimation.",
+    )
+    clip_range: Float | None = Field(
+        None,
+        gt=0,
+        le=1000,
+        description="Clip the ratio to the policy that acted to 1 +- this in the policy's loss, as PPO does (known as "
+        "APPO), in place of vtrace_clip_pg_rho_threshold; null is IMPALA's own loss.",
+    )
+    normalize_advantage: bool = Field(
+        False, description="Normalise advantages by the running mean and deviation of the last twenty or so steps."
+    )
+    passes: Int = Field(
+        1, ge=1, le=1000, description="Steps of the optimiser on each batch; more than one without replay only."
+    )
     entropy_coef: Float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
     value_coef: Float = Field(0.5, ge=0, description="Weight of the value loss.")
-    max_grad_norm: Float = Field(
-        40.0, gt=0, description="Gradients are scaled down to this norm; the loss is a sum over the samples of a step."
+    loss: Literal["sum", "mean"] = Field(
+        "sum",
+        description="The loss of a step is the sum over its samples, as in the paper, or their mean. It decides what "
+        "max_grad_norm means.",
     )
-    num_actors: Count | None = Field(
+    max_grad_norm: Float = Field(
+        40.0, gt=0, description="Gradients are scaled down to this norm. 40 suits a sum; for a mean, 0.5 is usual."
+    )
+    num_actors: MayChange[Count | None] = Field(
         None,
         description="Processes that act (on each machine). auto splits the cores by what acting and learning cost; "
         "null is parallel.num_workers, and auto where that is null.",
     )
-    num_learners: AutoCount = Field(
+    num_learners: MayChange[AutoCount] = Field(
         "auto",
         description="Processes that learn (on each machine); auto: as many as actors leave cores. With images, where "
         "that is none, and on two cores: up to two thirds of the cores, which they share with actors.",
@@ -234,16 +334,19 @@ class ImpalaConfig(Section):
     pages_per_actor: Int = Field(
         3, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."
     )
-    inference_precision: Literal["same", "float32", "bfloat16"] = Field(
+    inference_precision: MayChange[Literal["same", "float32", "bfloat16"]] = Field(
         "same", description="Of the actors alone; V-trace corrects for the difference. same is hardware.precision."
     )
     replay_fraction: Float = Field(
-        0.0, ge=0, le=0.95, description="Share of each batch that is learned from again; 0 is no replay."
+        0.0,
+        ge=0,
+        le=0.95,
+        description="Share of each batch that is learned from again; 0 is no replay. Not in sequential mode.",
     )
     replay_size: Int = Field(
         1000, ge=1, description="Unrolls kept for replay, in a memory-mapped file in the run's directory."
     )
-    max_actor_restarts: Int = Field(
+    max_actor_restarts: MayChange[Int] = Field(
         100, ge=0, description="An actor that dies is started anew; more deaths than this end the run."
     )
 
@@ -251,16 +354,19 @@ class ImpalaConfig(Section):
 class ParallelConfig(Section):
     """Parallel mode: worker processes on one machine (for IMPALA, its actors)."""
 
-    num_workers: Annotated[Int | None, BeforeValidator(lambda value: None if value == "auto" else value)] = Field(
-        None, ge=1, le=MAX_THREADS, description="Worker processes; null or auto is one per physical core."
+    num_workers: MayChange[Annotated[Int | None, BeforeValidator(lambda value: None if value == "auto" else value)]] = (
+        Field(None, ge=1, le=MAX_THREADS, description="Worker processes; null or auto is one per physical core.")
     )
     num_envs_per_worker: Int | None = Field(
-        None, ge=1, description="Environments of each worker; null shares env.num_envs among the workers."
+        None,
+        ge=1,
+        description="Environments of each worker; null shares env.num_envs among the workers. A run that is resumed "
+        "with another number of workers keeps the environments that it has in all.",
     )
-    reduce: Literal["shared_memory", "gloo"] = Field(
+    reduce: MayChange[Literal["shared_memory", "gloo"]] = Field(
         "shared_memory", description="How gradients are summed; gloo is torch.distributed, kept for comparison."
     )
-    balance: Float | None = Field(
+    balance: Annotated[MayChange[Float | None], UsedBy(("ppo", "a2c"))] = Field(
         None,
         ge=0,
         le=0.9,
@@ -268,7 +374,7 @@ class ParallelConfig(Section):
         "do not hold up fast ones; null is 0.5 for Procgen and 0 for vectors. It changes the rounding of sums alone. "
         "With 0, workers do not help each other with rollouts either.",
     )
-    pin: Literal["auto", "always", "never"] = Field(
+    pin: MayChange[Literal["auto", "always", "never"]] = Field(
         "auto",
         description="Pin each worker to a core; auto does when the run has all of the machine's cores. A pinned worker "
         "of PPO or A2C keeps its core busy while it waits.",
@@ -278,13 +384,13 @@ class ParallelConfig(Section):
 class ClusterConfig(Section):
     """Distributed mode: several machines."""
 
-    num_workers: Int = Field(1, ge=1, description="Machines that take part, the head included.")
-    distributed_backend: Literal["gloo"] = Field(
+    num_workers: MayChange[Int] = Field(1, ge=1, le=MAX_ENVS, description="Machines that take part, the head included.")
+    distributed_backend: MayChange[Literal["gloo"]] = Field(
         "gloo", description="torch.distributed backend; gloo is the one for CPUs."
     )
-    master_addr: str = Field("localhost", min_length=1, description="Address of the head machine.")
-    master_port: Int = Field(29500, ge=1, le=65535, description="A free port on the head machine.")
-    interface: str | None = Field(
+    master_addr: MayChange[str] = Field("localhost", min_length=1, description="Address of the head machine.")
+    master_port: MayChange[Int] = Field(29500, ge=1, le=65535, description="A free port on the head machine.")
+    interface: MayChange[str | None] = Field(
         None,
         min_length=1,
         description="Network interface to use (`eth0`); null takes the one on the route to the head.",
@@ -296,18 +402,25 @@ class ClusterConfig(Section):
         "(A3C, IMPALA).",
     )
     sync_every: Int = Field(8, ge=1, description="local_sgd, async: updates between two averages.")
-    compression: Literal["none", "bfloat16"] = Field(
+    compression: MayChange[Literal["none", "bfloat16"]] = Field(
         "none", description="bfloat16 sends gradients between machines in half the bytes (allreduce only)."
     )
-    timeout: Float = Field(
-        60.0, ge=2, description="Seconds until a silent machine counts as lost; longer than the slowest rollout takes."
+    timeout: MayChange[Float] = Field(
+        60.0,
+        ge=2,
+        le=MAX_SECONDS,
+        description="Seconds until a silent machine counts as lost; longer than the slowest rollout takes.",
     )
-    join_timeout: Float = Field(300.0, ge=2, description="Seconds to wait at the start until all machines are there.")
-    max_restarts: Int = Field(3, ge=0, description="How often `rlcb launch` starts the run again after a failure.")
-    min_nodes: Int | None = Field(
+    join_timeout: MayChange[Float] = Field(
+        300.0, ge=2, le=MAX_SECONDS, description="Seconds to wait at the start until all machines are there."
+    )
+    max_restarts: MayChange[Int] = Field(
+        3, ge=0, le=1_000_000, description="How often `rlcb launch` starts the run again after a failure."
+    )
+    min_nodes: MayChange[Int | None] = Field(
         None, ge=1, description="`rlcb launch` may go on with this many machines when some are lost; null needs all."
     )
-    shared_filesystem: bool = Field(
+    shared_filesystem: MayChange[bool] = Field(
         True,
         description="Check that all machines see the run directory; false if only the head's disk holds it (a restart "
         "then needs the same head).",
@@ -317,29 +430,29 @@ class ClusterConfig(Section):
 class HardwareConfig(Section):
     """How this machine is used. Nothing here changes what is learned, but for rounding."""
 
-    device: str = Field(
+    device: MayChange[str] = Field(
         "cpu", pattern=r"^(cpu|cuda(:\d{1,2})?)$", description="cpu, or cuda (sequential mode) where torch has it."
     )
-    num_threads: Int | None = Field(
+    num_threads: MayChange[Int | None] = Field(
         None,
         ge=1,
         le=MAX_THREADS,
         description="Threads of torch, OpenMP, BLAS and the environments in each process; null is one per physical "
         "core in sequential mode, and one in each worker.",
     )
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
+    precision: MayChange[Literal["auto", "float32", "bfloat16"]] = Field(
         "auto", description="auto is bfloat16 where the CPU has AMX or AVX512-BF16, float32 elsewhere."
     )
-    memory_format: Literal["channels_last", "contiguous"] = Field(
+    memory_format: MayChange[Literal["channels_last", "contiguous"]] = Field(
         "channels_last", description="Layout of images and convolutions; contiguous is kept for comparison."
     )
-    engine: Literal["auto", "native", "torch"] = Field(
+    engine: MayChange[Literal["auto", "native", "torch"]] = Field(
         "auto",
         description="What computes the IMPALA-CNN or the Nature-CNN: native is this package's C code for one core and "
         "bfloat16; auto is native in processes of one thread on CPUs with AMX or AVX512-BF16 where there is a C "
         "compiler, else torch.",
     )
-    micro_batch: Int | None = Field(
+    micro_batch: MayChange[Int | None] = Field(
         None, ge=1, description="Samples per backward pass, gradients added up to the minibatch; null fits the cache."
     )
 
@@ -347,11 +460,17 @@ class HardwareConfig(Section):
 class LoggingConfig(Section):
     """Where a run writes without `--output-dir`, and how often it saves."""
 
-    checkpoint_dir: str | None = Field(None, min_length=1, description="null is `./checkpoints/<algorithm>_<mode>`.")
-    log_dir: str = Field("./logs", min_length=1, description="Logs go to `<log_dir>/<ALGORITHM>_<Mode>/`.")
-    tensorboard: bool = Field(True, description="Write TensorBoard event files.")
-    keep_checkpoints: Int = Field(3, ge=1, description="Step checkpoints to keep; the final one always stays.")
-    checkpoint_minutes: Float = Field(5.0, gt=0, description="Save at least this often, whatever save_interval says.")
+    checkpoint_dir: MayChange[str | None] = Field(
+        None, min_length=1, description="null is `./checkpoints/<algorithm>_<mode>`."
+    )
+    log_dir: MayChange[str] = Field("./logs", min_length=1, description="Logs go to `<log_dir>/<ALGORITHM>_<Mode>/`.")
+    tensorboard: MayChange[bool] = Field(True, description="Write TensorBoard event files.")
+    keep_checkpoints: MayChange[Int] = Field(
+        3, ge=1, description="Step checkpoints to keep; the final one always stays."
+    )
+    checkpoint_minutes: MayChange[Float] = Field(
+        5.0, gt=0, description="Save at least this often, whatever save_interval says."
+    )
 
 
 class Config(Section):
@@ -359,7 +478,7 @@ class Config(Section):
 
     algorithm: Algorithm = Field("ppo", description="What learns: ppo, a2c, a3c or impala.")
     mode: Mode = Field("sequential", description="sequential: one process; parallel: all cores; distributed: machines.")
-    output_dir: str | None = Field(
+    output_dir: MayChange[str | None] = Field(
         None, min_length=1, description="Directory of the run; null uses logging.log_dir and logging.checkpoint_dir."
     )
     env: EnvConfig = Field(default_factory=EnvConfig, description="")
@@ -415,6 +534,11 @@ class Config(Section):
             raise ValueError(
                 f"{self.env.num_envs} environments cannot be shared by {workers} workers; "
                 "set parallel.num_envs_per_worker or fewer parallel.num_workers"
+            )
+        if self.algorithm == "impala" and self.impala.passes > 1 and self.impala.replay_fraction > 0:
+            raise ValueError(
+                f"impala.passes = {self.impala.passes} and impala.replay_fraction = {self.impala.replay_fraction} both "
+                "learn from experience again; set passes to 1 or replay_fraction to 0"
             )
         learners = self.impala.num_learners
         is_impala = self.algorithm == "impala" and self.mode == "parallel" and is_known

@@ -10,12 +10,12 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import ValidationError
 
-from rl_cluster_benchmark.config import Config, Section
+from rl_cluster_benchmark.config import MAY_CHANGE, Algorithm, Config, Section, UsedBy
 from rl_cluster_benchmark.errors import UserError
 
 MAX_BYTES, MAX_DEPTH = 1_000_000, 16  # of a YAML file: far more than a config takes, far less than hurts
@@ -23,6 +23,9 @@ MAX_SHOWN = 120  # characters of a wrong value that a sentence repeats
 
 # Keys that older configs keep under `training`, and where they live now.
 MOVED_KEYS = {"num_envs": "env", "seed": "env", "device": "hardware", "num_threads": "hardware"}
+
+# Overrides for the config.yaml of a run: what was in effect, although an older one says what is refused today.
+AS_IT_WAS: dict[str, object] = {"env.use_sequential_levels": False}
 
 
 def load(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> Config:
@@ -33,22 +36,48 @@ def load(path: str | Path | None = None, overrides: Mapping[str, object] | None 
 
 def build(data: Mapping[str, Any], overrides: Mapping[str, object], *, source: str) -> Config:
     """The config in `data`, which came from `source`, with overrides from the command line on top."""
-    merged = _move_old_keys(data)
-    changed = set()
-    for dotted, value in overrides.items():
-        section, _, key = dotted.rpartition(".")
-        if section == "training" and key in MOVED_KEYS:
-            dotted = f"{MOVED_KEYS[key]}.{key}"
-        _assign(merged, dotted, value)
-        changed.add(dotted)
+    merged = merge(data, overrides)
+    changed = {home_of(dotted) for dotted in overrides}
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
         sentences = []
         for item in error.errors():
             key = ".".join(map(str, item["loc"]))
-            sentences.append(f"{'command line' if key in changed else source}: {_explain(dict(item))}")
+            sentences.append(f"{'command line' if key in changed else source}: {explain(dict(item))}")
         raise UserError("\n".join(sentences)) from None
+
+
+def merge(data: Mapping[str, Any], overrides: Mapping[str, object]) -> dict[str, Any]:
+    """Return the data of a YAML file with `{'section.key': value}` overrides on top, unchecked."""
+    merged = _move_old_keys(data)
+    for dotted, value in overrides.items():
+        _assign(merged, home_of(dotted), value)
+    return merged
+
+
+def home_of(dotted: str) -> str:
+    """Return the key's name where older configs call it otherwise."""
+    section, _, key = dotted.rpartition(".")
+    return f"{MOVED_KEYS[key]}.{key}" if section == "training" and key in MOVED_KEYS else dotted
+
+
+def checked(dotted: str, value: object) -> Any:
+    """Return a key's value as the config will hold it; raise a UserError for an unknown key or a value it cannot have.
+
+    What only a combination of keys can tell is not looked at.
+    """
+    path = tuple(home_of(dotted).split("."))
+    try:
+        found: Any = Config.model_validate(merge({}, {dotted: value}))
+    except ValidationError as error:
+        for item in error.errors():
+            if item["loc"][: len(path)] == path or item["type"] in ("extra_forbidden", "model_type"):
+                raise UserError(explain(dict(item))) from None
+        return value
+    for name in path:
+        found = getattr(found, name)
+    return found
 
 
 def with_workers(config: Config, num_workers: int) -> Config:
@@ -124,6 +153,12 @@ def presets() -> list[str]:
     return sorted(file.stem for file in preset_dir().glob("*.yaml"))
 
 
+def preset_of(algorithm: str | None, mode: str | None) -> str | None:
+    """Return the name of the preset that a command line without --config starts from; None if there is none."""
+    preset = f"{algorithm or 'ppo'}_{'cpu_cluster' if mode == 'distributed' else mode or 'sequential'}"
+    return preset if preset in presets() else None
+
+
 def find_config(path: str | Path) -> Path:
     """A path to a file, or the name of a preset (`ppo_sequential`)."""
     file = Path(path)
@@ -150,7 +185,10 @@ def parse_assignment(text: str) -> tuple[str, object]:
 
 def shown(value: object) -> str:
     """A wrong value, short enough for a sentence."""
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # Python writes no numbers of more than 4300 digits
+        text = "a number of thousands of digits"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
@@ -158,8 +196,30 @@ def to_dict(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def recorded(config: Config) -> dict[str, Any]:
+    """Return the keys that the config's algorithm uses: what config.yaml holds."""
+    data = to_dict(config)
+    for section, key, field in fields():
+        if section and config.algorithm not in users(section, field):
+            del data[section][key]
+    return {name: content for name, content in data.items() if content != {}}
+
+
+def users(section: str, field: Any) -> tuple[str, ...]:
+    """Return the algorithms that use a key."""
+    if section == "impala":
+        return ("impala",)
+    return next((mark.algorithms for mark in field.metadata if isinstance(mark, UsedBy)), get_args(Algorithm))
+
+
+def users_of(dotted: str) -> tuple[str, ...]:
+    """Return the algorithms that use `section.key`."""
+    found = (users(section, field) for section, key, field in fields() if f"{section}.{key}" == dotted and section)
+    return next(found, get_args(Algorithm))
+
+
 def to_yaml(config: Config) -> str:
-    return yaml.safe_dump(to_dict(config), sort_keys=False)
+    return yaml.safe_dump(recorded(config), sort_keys=False)
 
 
 def _assign(data: dict[str, Any], dotted: str, value: object) -> None:
@@ -197,7 +257,8 @@ def fields() -> Iterator[tuple[str, str, Any]]:
             yield "", name, field
 
 
-def _explain(item: dict[str, Any]) -> str:
+def explain(item: dict[str, Any]) -> str:
+    """Return the sentence that answers one of pydantic's errors: which key, which value, what is allowed."""
     key, kind, value = shown(".".join(str(part) for part in item["loc"])), item["type"], item["input"]
     if kind == "extra_forbidden":
         return _unknown_key(item["loc"])
@@ -223,7 +284,7 @@ def _explain(item: dict[str, Any]) -> str:
         "model_type": "must be a section with keys, not a single value",
     }.get(kind)
     text = allowed.format(**item.get("ctx", {})) if allowed else item["msg"]
-    return f"{key} = {shown(repr(value))} is not allowed; it {text}."
+    return f"{key} = {shown(repr(value) if isinstance(value, str) else value)} is not allowed; it {text}."
 
 
 def _unknown_key(loc: tuple[Any, ...]) -> str:
@@ -250,20 +311,27 @@ def reference_markdown() -> str:
         "Defaults < YAML file (`--config`) < command line. Any key can be set with `--set section.key=value`.",
         "`num_envs`, `seed`, `device` and `num_threads` are also accepted under `training`.",
         "`rlcb config` prints the complete config that a command line would run with.",
+        "",
+        "A run that is resumed goes on with the same task: a key that `stays` must not differ from the run's own.",
+        "`auto` is no other value than what it stands for.",
     ]
     section = None
     for name, key, field in fields():
         if name != section:
             doc = getattr(Config.model_fields[name].annotation, "__doc__", "") if name else "At the top of the file."
             lines += ["", f"## `{name}`" if name else "## Top level", "", doc or "", ""]
-            lines += ["| key | default | allowed | meaning |", "|-|-|-|-|"]
+            lines += ["| key | default | allowed | used by | on `--resume` | meaning |", "|-|-|-|-|-|-|"]
             section = name
         default = yaml.safe_dump(field.get_default(), default_flow_style=True).strip().removesuffix("...").strip()
-        lines.append(f"| `{key}` | `{default}` | {_allowed(field)} | {field.description} |")
+        resumed = "may change" if MAY_CHANGE in field.metadata else "stays"
+        used_by = users(name, field)
+        whom = "all" if used_by == get_args(Algorithm) else ", ".join(used_by)
+        lines.append(f"| `{key}` | `{default}` | {allowed(field)} | {whom} | {resumed} | {field.description} |")
     return "\n".join(lines) + "\n"
 
 
-def _allowed(field: Any) -> str:
+def allowed(field: Any) -> str:
+    """Return in a few words which values a setting may have."""
     bounds = {"Ge": "≥ {ge}", "Gt": "> {gt}", "Le": "≤ {le}"}
     limits = [
         bounds[type(meta).__name__].format(**{type(meta).__name__.lower(): getattr(meta, type(meta).__name__.lower())})

@@ -26,6 +26,7 @@ OPTIONAL = {
     "tensorboard": "TensorBoard logs",
     "imageio_ffmpeg": "videos as .mp4",
     "ray": "clusters run by Ray",
+    "optuna": "hyperparameter search",
 }
 
 
@@ -123,7 +124,7 @@ def _cores() -> Iterator[Finding]:
         f"affinity, {quota}",
     )
     if platform.machine() not in ("x86_64", "AMD64"):
-        yield Finding("architecture", WARNING, platform.machine(), "use x86 for A3C and IMPALA in parallel mode")
+        yield Finding("architecture", WARNING, platform.machine(), "use x86 to train with several processes")
     plan = hardware.plan(Config())
     vector = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in machine.flags]
     status = OK if vector else WARNING

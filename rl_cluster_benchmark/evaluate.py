@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,21 +20,24 @@ from tqdm import tqdm
 from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.analysis.published import normalized_score
-from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.config import Config, EnvConfig
 from rl_cluster_benchmark.envs import Levels, VectorEnv, make_env
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.execution.loop import load_weights
 from rl_cluster_benchmark.models import make_model
-from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
+from rl_cluster_benchmark.run import checkpoint, summary
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.files import as_json, open_plain
+from rl_cluster_benchmark.run.output import check_output, write_output
 from rl_cluster_benchmark.seeding import stream
-from rl_cluster_benchmark.video import Screen, open_screen
+from rl_cluster_benchmark.video import Screen, clip_mark, open_screen
 
 Policy = Callable[[NDArray], NDArray[np.float32]]
 """Observations [B, ...] -> action logits [B, A]."""
 
 MAX_ENVS = 128
 EVALUATION = 2**31  # the incarnation of environments that are evaluated on: no training run has it
+CHECKPOINT_NAME = re.compile(r"([a-z0-9]+_[a-z]+)_(?:final|step_[0-9]+)\.pt")
 LEVEL_NAMES = {"train": "the training levels", "test": "levels never trained on", "all": "all levels"}
 
 
@@ -50,6 +56,8 @@ class Result:
     seed: int
     deterministic: bool
     env: str
+    precision: str
+    engine: str
 
 
 def evaluate_checkpoint(
@@ -69,30 +77,83 @@ def evaluate_checkpoint(
 ) -> int:
     """`rlcb evaluate`: print the results of a checkpoint; returns the exit status."""
     screen = open_screen(video, render)
-    if json_file is not None and not Path(json_file).parent.is_dir():
-        raise UserError(f"--json {json_file}: the folder {Path(json_file).parent} does not exist.")
     path = Path(checkpoint_file) if checkpoint_file else _newest_checkpoint(algorithm)
-    state = checkpoint.load(path)
+    for option, file in (("--json", json_file), ("--video", video)):
+        if file is not None:
+            check_output(option, Path(file), [path])
+    if json_file is not None:
+        _check_json(Path(json_file))
+    data = checkpoint.read(path)
+    state = checkpoint.parse(data, path)
     config = _config_of(state, overrides, algorithm, num_threads)
     name = ALGORITHM_NAMES[config.algorithm]
     hardware.check_device(config.hardware.device)
-    if config.env.game is None or (levels == "test" and config.env.num_levels == 0):
-        levels = "all"  # nothing was held back from training
-    print("\n".join(_header(name, config, state, path, levels)), flush=True)
+    asked, levels = levels, levels_to_play(config.env, levels)
+    where = level_text(levels, config.env, EnvConfig.model_validate(state["config"]["env"]))
+    origin = _origin(path, checkpoint.digest_at_end(data), state, config, at_random)
+    print("\n".join(_header(name, config, state, path, where)), flush=True)
+    if asked != levels and config.env.game is not None:
+        print(f"--levels {asked}: with env.num_levels 0 no level is held back from training; all levels are played.")
     result = evaluate(
         config, None if at_random else state, num_episodes=num_episodes, deterministic=deterministic, levels=levels,
         seed=seed, screen=screen,
     )  # fmt: skip
-    print("\n".join(block(f"{'Random Policy' if at_random else name} Evaluation Results", result)))
+    print("\n".join(block(f"{'Random Policy' if at_random else name} Evaluation Results", result, where)))
     if screen is not None:
-        screen.close()
+        screen.close(clip_mark(origin["checkpoint"]["digest"], origin["policy"]))
     if json_file is not None:
-        try:
-            Path(json_file).write_text(json.dumps(asdict(result), indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"Cannot write {json_file} ({error.strerror or error}).") from None
+        write_output(Path(json_file), as_json(asdict(result) | {"origin": origin}))
         print(f"Saved {json_file}")
     return 0
+
+
+def levels_to_play(env: EnvConfig, levels: Levels) -> Levels:
+    """Return `all` where no level is held back from training: of all levels none is unseen, and all are of training."""
+    return levels if env.game is not None and env.num_levels > 0 else "all"
+
+
+def level_text(levels: Levels, env: EnvConfig, trained_on: EnvConfig) -> str:
+    """Return the levels in words; `trained on` is said of the levels that the agent itself was trained on alone."""
+    task = ("name", "distribution_mode", "num_levels", "start_level")
+    if levels == "all" or all(getattr(env, key) == getattr(trained_on, key) for key in task):
+        return LEVEL_NAMES[levels]
+    end = env.start_level + env.num_levels
+    played = f"from {env.start_level} to {end - 1}" if levels == "train" else f"from {end} on"
+    return f"levels {played} (the agent was trained on {_training_levels(trained_on)})"
+
+
+def _training_levels(env: EnvConfig) -> str:
+    if env.game is None:
+        return env.name
+    levels = f"levels {env.start_level} to {env.start_level + env.num_levels - 1}" if env.num_levels else "all levels"
+    return f"{levels} of {env.game}, {env.distribution_mode}"
+
+
+def _origin(path: Path, digest: str | None, state: dict[str, Any], config: Config, at_random: bool) -> dict[str, Any]:
+    """Return what the result is of: readers take it for a run's own only if it is of that run's last checkpoint."""
+    progress = state["progress"]
+    return {
+        "policy": "random" if at_random else "trained",
+        "checkpoint": {"file": str(path), "digest": digest, "steps": progress["steps"]},
+        "run_id": progress.get("run_id"),
+        "algorithm": config.algorithm,
+        "mode": config.mode,
+        "env": config.env.model_dump(),
+        "cpu_model": hardware.detect().cpu_model,
+        "evaluated_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **summary.code(),
+    }
+
+
+def _check_json(file: Path) -> None:
+    """Refuse, before any episode is played, an existing file that is no evaluation."""
+    if not file.is_file():
+        return
+    found = None
+    with contextlib.suppress(OSError, ValueError, RecursionError), open_plain(file) as opened:
+        found = json.loads(opened.read(1_000_000))
+    if not isinstance(found, dict) or "mean_reward" not in found:
+        raise UserError(f"--json {file}: there is a file already that is no evaluation; choose another name.")
 
 
 def evaluate(
@@ -133,6 +194,8 @@ def evaluate(
         seed=seed,
         deterministic=deterministic,
         env=config.env.name,
+        precision=plan.precision,
+        engine=plan.engine,
     )
 
 
@@ -218,7 +281,7 @@ def confidence_interval(samples: NDArray[np.float64], resamples: int = 10_000) -
     return float(low), float(high)
 
 
-def block(title: str, result: Result) -> list[str]:
+def block(title: str, result: Result, where: str) -> list[str]:
     line = "=" * 60
     rows = [
         "",
@@ -226,7 +289,7 @@ def block(title: str, result: Result) -> list[str]:
         title,
         line,
         f"Episodes: {result.num_episodes}",
-        f"Levels: {LEVEL_NAMES[result.levels]}",
+        f"Levels: {where}",
         f"Mean Reward: {result.mean_reward:.2f} ± {result.std_reward:.2f}",
         f"95% Interval of the Mean: {result.ci95[0]:.2f} to {result.ci95[1]:.2f}",
         f"Min/Max Reward: {result.min_reward:.2f} / {result.max_reward:.2f}",
@@ -237,14 +300,14 @@ def block(title: str, result: Result) -> list[str]:
     return [*rows, line]
 
 
-def _header(name: str, config: Config, state: dict[str, Any], path: Path, levels: Levels) -> list[str]:
+def _header(name: str, config: Config, state: dict[str, Any], path: Path, where: str) -> list[str]:
     line, shape = "=" * 60, state["observation_shape"]
     return [
         line,
         f"Evaluating {name} Agent",
         line,
         f"Environment: {config.env.name}",
-        f"Levels: {LEVEL_NAMES[levels]}",
+        f"Levels: {where}",
         f"Observation shape: {tuple([shape[-1], *shape[:-1]] if len(shape) == 3 else shape)}",
         f"Number of actions: {state['num_actions']}",
         f"Device: {config.hardware.device}",
@@ -285,4 +348,16 @@ def _newest_checkpoint(algorithm: str | None) -> Path:
     if not found:
         of = f"{ALGORITHM_NAMES[algorithm]} " if algorithm in ALGORITHM_NAMES else ""
         raise UserError(f"No {of}checkpoint under ./checkpoints, ./runs or ./benchmarks; give one with --checkpoint.")
-    return max(found, key=lambda file: file.stat().st_mtime)
+    return _last_of_its_run(max(found, key=lambda file: file.stat().st_mtime))
+
+
+def _last_of_its_run(file: Path) -> Path:
+    """In a run the steps count: copies of its files, and those of a clock that was changed, have any date."""
+    folder, name = file.parent, CHECKPOINT_NAME.fullmatch(file.name)
+    if name is None:
+        return file
+    run = RunDirectory(folder, folder, folder, name[1])
+    last = [path for path in (run.final_checkpoint(), *run.step_checkpoints()[:1]) if path.exists()]
+    if len(last) < 2:
+        return last[0] if last else file
+    return max(last, key=lambda path: checkpoint.load(path)["progress"]["steps"])

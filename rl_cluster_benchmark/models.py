@@ -6,6 +6,7 @@ byte is moved on the way in.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.config import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.kernels.network import NativeTrunk, make_trunk
 from rl_cluster_benchmark.kernels.pooling import max_pool
@@ -213,6 +214,19 @@ def make_model(
         channels = config.channels if architecture == "impala" else [conv[0] for conv in NATURE_CONVS]
         model.native_trunk = make_trunk(architecture, observation_shape, channels, list(trunk.parameters()))
     return model
+
+
+def num_weights(config: Config) -> int:
+    """Return about how many weights the network of a config has, without making it."""
+    model = config.model
+    if config.env.game is None or model.architecture == "mlp":
+        sizes = [1 if config.env.game is None else 64 * 64 * 3, *model.mlp_sizes]
+        return sum(a * b for a, b in itertools.pairwise(sizes))
+    if model.architecture == "nature":
+        return 1024 * model.hidden_size
+    convs = sum(9 * (a * b + 4 * b * b) for a, b in itertools.pairwise([3, *model.channels]))
+    side = math.ceil(64 / 2 ** min(6, len(model.channels)))
+    return convs + side * side * model.channels[-1] * model.hidden_size
 
 
 def _orthogonal(layer: Layer, gain: float = math.sqrt(2)) -> Layer:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_cluster_benchmark import config_files
 from rl_cluster_benchmark.analysis.plots import plot_metrics
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.evaluate import Result, evaluate
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
@@ -16,8 +18,9 @@ EPISODES = 100
 
 
 def quickstart(config: Config, signals: Signals, *, overwrite: bool) -> int:
+    """Train, evaluate and plot; an earlier quickstart is replaced unasked, any other run is not."""
     directory = RunDirectory.of(config)
-    status = train(config, signals, overwrite=overwrite)
+    status = train(config, signals, overwrite=overwrite or _holds_a_quickstart(directory, config))
     if status != 0:
         return status
     signals.restore()
@@ -33,6 +36,23 @@ def quickstart(config: Config, signals: Signals, *, overwrite: bool) -> int:
     picture = plot_metrics(directory.metrics_log, directory.root / "learning_curve.png")
     print("\n".join(_what_next(config, directory, picture)))
     return 0
+
+
+def _holds_a_quickstart(directory: RunDirectory, config: Config) -> bool:
+    """Return whether the run there learns the same, and no longer than a quickstart does."""
+    try:
+        there = config_files.load(directory.config, config_files.AS_IT_WAS)
+    except UserError:
+        return False
+    hours, longest = there.training.duration_hours, config_files.load("quickstart").training.duration_hours
+    is_alike = _what_is_learned(there) == _what_is_learned(config)
+    is_short = hours is not None and hours <= max(longest or 0.0, config.training.duration_hours or 0.0)
+    return is_alike and is_short
+
+
+def _what_is_learned(config: Config) -> list[object]:
+    training = config.training.model_dump(exclude={"duration_hours"})
+    return [config.algorithm, config.mode, config.env, config.model, training]
 
 
 def _table(agents: list[str], results: dict[tuple[str, str], Result]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,10 +22,14 @@ from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.seeding import stream
 from rl_cluster_benchmark.timing import PhaseClock
 
+TimeLimit = Literal["bootstrap", "terminal"]
+
 
 class Episode(NamedTuple):
     reward: float  # raw
     length: int
+    slot: int  # of the rollout, in which it ended
+    env_id: int
 
 
 @dataclass
@@ -90,8 +94,9 @@ class Collector:
         seed: int,
         device: str,
         clock: PhaseClock,
+        time_limit: TimeLimit = "bootstrap",
     ) -> None:
-        self.env, self.model = env, model
+        self.env, self.model, self.time_limit = env, model, time_limit
         self.n_steps, self.env_ids, self.seed, self.device, self.clock = n_steps, env_ids, seed, device, clock
         self.rollout = Rollout.allocate(n_steps, env)
         self.helping: Helping | None = None
@@ -133,9 +138,12 @@ class Collector:
             with self.clock.phase("env"):
                 step = self.env.step(actions[t].astype(np.int32))
             rewards[t], terminated[t], truncated[t] = step.rewards, step.terminated, step.truncated
+            if self.time_limit == "terminal":
+                terminated[t] |= truncated[t]
+                truncated[t] = False
             valid[t] = ~self.just_ended
             self.observations = step.observations
-            self._count(step.rewards, step.terminated | step.truncated)
+            self._count(t, step.rewards, step.terminated | step.truncated)
         rollout.last_observations.copy_(torch.from_numpy(self.observations))
         return rollout
 
@@ -168,13 +176,14 @@ class Collector:
         ]
         return torch.from_numpy(np.stack(draws, axis=1)).clamp_(min=1e-30).log_().neg_()
 
-    def _count(self, rewards: NDArray[np.float32], ended: NDArray[np.bool_]) -> None:
+    def _count(self, t: int, rewards: NDArray[np.float32], ended: NDArray[np.bool_]) -> None:
         playing = ~self.just_ended
         self.episode_rewards += rewards * playing
         self.episode_lengths += playing
-        for i in np.flatnonzero(ended):
+        for i in np.flatnonzero(ended).tolist():
             if np.isfinite(self.episode_rewards[i]):  # else its rewards are counted as bad (algorithms/bad_numbers.py)
-                self.rollout.episodes.append(Episode(float(self.episode_rewards[i]), int(self.episode_lengths[i])))
+                reward, length = float(self.episode_rewards[i]), int(self.episode_lengths[i])
+                self.rollout.episodes.append(Episode(reward, length, t, self.env_ids[i]))
             self.episode_rewards[i], self.episode_lengths[i] = 0.0, 0
         self.just_ended = ended
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.cluster import node
@@ -21,67 +21,120 @@ from rl_cluster_benchmark.execution import (
 )
 from rl_cluster_benchmark.execution.watchdog import limit_of, watched
 from rl_cluster_benchmark.execution.workers import start_server
-from rl_cluster_benchmark.run import checkpoint, summary
+from rl_cluster_benchmark.models import num_weights
+from rl_cluster_benchmark.run import checkpoint, resumption, summary
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.run.stop import Interrupted, Signals
 
 EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
 ASYNCHRONOUS = {"a3c": hogwild.train, "impala": actor_learner.train}  # instead, in parallel mode
 
 BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
+BYTES_PER_PARAMETER = 16  # itself, its gradient and two moments
 
 
 def train(
-    config: Config, signals: Signals, *, resume: bool = False, overwrite: bool = False, node_rank: int | None = None
+    config: Config,
+    signals: Signals,
+    *,
+    resume: bool = False,
+    resume_if_present: bool = False,
+    overwrite: bool = False,
+    node_rank: int | None = None,
 ) -> int:
-    """Train as the config says; returns the exit status."""
+    """Train as the config says; returns the exit status.
+
+    `resume` goes on with the run in the directory and insists on one; `resume_if_present` starts one if there is none.
+    """
     hardware.check_device(config.hardware.device)
     if config.mode != "sequential":
         start_server(config.env.game)
-    if config.algorithm == "impala" and config.mode != "sequential":
-        config = split.fill_in(config)
 
     def train_here(cluster: Cluster | None = None) -> int:
-        return _train(config, signals, resume=resume, overwrite=overwrite, cluster=cluster)
+        how = {"resume": resume, "resume_if_present": resume_if_present, "overwrite": overwrite}
+        return _train(config, signals, **how, cluster=cluster)
 
-    return node.train(config, signals, node_rank, train_here) if config.mode == "distributed" else train_here()
-
-
-def _train(config: Config, signals: Signals, *, resume: bool, overwrite: bool, cluster: Cluster | None) -> int:
-    """In one process, on one machine, or on the head of a cluster."""
-    config, plan = hardware.resolve(config)
-    directory = RunDirectory.of(config)
-    jobs = [n.job for n in cluster.nodes] if cluster is not None else []
-    if cluster is not None and cluster.place.is_restart and directory.belongs_to(cluster.place.job):
-        resume = True  # a scheduler has started the same command again
-    patience = config.cluster.timeout if cluster is not None and resume else 0.0  # the last head may still be ending
-    claim = directory.claim(may_hold_a_run=resume or overwrite, patience=patience, jobs=jobs)
     try:
+        if config.algorithm == "impala" and config.mode == "distributed":
+            config = split.fill_in(config, signals.check)
+        return node.train(config, signals, node_rank, train_here) if config.mode == "distributed" else train_here()
+    except Interrupted:
+        known = (
+            "" if config.mode == "distributed" else ": no file of a run was written or removed"
+        )  # elsewhere: who knows
+        print(f"Stopped before training began{known}.", flush=True)
+        return 128 + (signals.received or 0)
+
+
+def _train(
+    config: Config,
+    signals: Signals,
+    *,
+    resume: bool,
+    resume_if_present: bool,
+    overwrite: bool,
+    cluster: Cluster | None,
+) -> int:
+    """In one process, on one machine, or on the head of a cluster."""
+    directory = RunDirectory.of(config)
+    job = cluster.place.job if cluster is not None and cluster.place.is_restart else ""
+    may_resume = resume or resume_if_present or directory.was_begun_by(job)  # the same command has been started again
+    if may_resume:
+        config = resumption.check(config, directory, must_exist=resume) or config
+        if not directory.holds_a_run() and directory.has_something_to_replace():
+            raise UserError(
+                f"There is no run in {directory.root} to go on with, and a new one would replace what is there of "
+                f"another: {directory.contents()}. Add --overwrite (instead of --resume-if-present) to replace it, "
+                "or choose another --output-dir."
+            )
+    if config.algorithm == "impala" and config.mode == "parallel":
+        config = split.fill_in(config, signals.check)
+    config, plan = hardware.resolve(config)
+    may_be_ending = cluster is not None and bool(may_resume or job)  # the head of the attempt before this one
+    patience = config.cluster.timeout if may_be_ending else 0.0
+    claim = directory.claim(may_hold_a_run=may_resume or overwrite, patience=patience, job=job)
+    try:
+        seen = directory.contents()
+        resume = (may_resume or directory.was_begun_by(job)) and directory.holds_a_run()
         found = checkpoint.newest(directory) if resume else None
+        if found is None and seen and ((may_resume and not resume) or (resume and "checkpoint" in seen)):
+            raise directory.changed(seen, "")
         resumed_path, resumed_from = found or (None, None)
-        if resumed_from is not None:
-            _check_same_task(config, resumed_from)
+        if overwrite and not resume:
+            checkpoint.check_own(directory)
         if cluster is not None:
             config, plan = node.config_of_this_node(node.on_this_cluster(config, cluster, resumed_from), cluster)
         plan = hardware.compiled(config, plan)
         _check_memory(config, plan)
+        if not resume:  # an older one goes on as it was
+            _check_replay(config)
+        run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
+        if run.has_finished():
+            print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
+            if cluster is not None:
+                node.send_home(cluster)
+            return 0
         print("\n".join(_header(config, plan, directory, cluster)), flush=True)
         if resumed_from is not None:
             steps, updates = resumed_from["progress"]["steps"], resumed_from["progress"]["updates"]
             print(f"Resumed from {resumed_path}: {steps:,} steps, {updates:,} updates.", flush=True)
-        elif resume:
+        elif may_resume or resume:
             print("No checkpoint to resume from: starting at the beginning.", flush=True)
-        run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
+        elif directory.has_something_to_replace():
+            print(f"Replacing the run in {directory.root} when training begins: {directory.contents()}.", flush=True)
         run.may_write = claim.check
+        if found is None:
+            run.may_begin = partial(directory.check_unchanged, seen)
+        run.check_begun()
         if cluster is not None:
             run.nodes, run.num_learners = cluster.shares(), cluster.num_learners
+            run.jobs = [member.job for member in cluster.nodes]
             run.memory_elsewhere = cluster.membership.memory_elsewhere
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
-        if run.is_complete() or run.should_stop():
-            print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
         try:
-            with run, watched(limit_of(config), is_parent=config.mode != "sequential"):
+            is_parent = config.mode != "sequential"
+            with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), run:
                 if cluster is not None:
                     several_machines.of(config).train(run, cluster)
                 else:
@@ -102,7 +155,14 @@ def _execution(config: Config) -> Callable[[Run], None]:
 
 
 def _check_memory(config: Config, plan: hardware.Plan) -> None:
-    """The rollout must fit: a clear word now instead of an allocation that fails later."""
+    """Refuse a network or a rollout that does not fit: a clear word now instead of an allocation that fails later."""
+    network = BYTES_PER_PARAMETER * num_weights(config)
+    if network > plan.machine.memory_bytes:
+        raise UserError(
+            f"A network of these sizes and its optimiser take {network / 2**30:,.0f} GiB, this machine has "
+            f"{plan.machine.memory_bytes / 2**30:,.0f}; use smaller model.channels, model.hidden_size or "
+            "model.mlp_sizes."
+        )
     share = config.num_machines
     size = config.rollout_size // share * BYTES_PER_OBSERVATION["game" if config.env.game else "toy"]
     if plan.num_learners:
@@ -115,12 +175,13 @@ def _check_memory(config: Config, plan: hardware.Plan) -> None:
         )
 
 
-def _check_same_task(config: Config, checkpoint: dict[str, Any]) -> None:
-    before = checkpoint["config"]
-    was = f"{before['algorithm']} {before['mode']} on {before['env']['name']}"
-    now = f"{config.algorithm} {config.mode} on {config.env.name}"
-    if was != now:
-        raise UserError(f"The run to resume is {was}, not {now}; resume it as it was or choose another --output-dir.")
+def _check_replay(config: Config) -> None:
+    """Refuse a setting that would do nothing: results would be named after it."""
+    if config.algorithm == "impala" and config.mode == "sequential" and config.impala.replay_fraction > 0:
+        raise UserError(
+            f"impala.replay_fraction = {config.impala.replay_fraction:g} does nothing in sequential mode: there is no "
+            "replay in one process. Leave it out, or take --mode parallel."
+        )
 
 
 def _synchronisation(config: Config) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run.output import write_output
 
 MAX_TILES = 9
 MAX_FRAMES = 1000
@@ -22,7 +26,18 @@ FRAMES_PER_SECOND = 15
 class Screen(Protocol):
     def __call__(self, observations: NDArray) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, mark: bytes = b"") -> None: ...
+
+
+def clip_mark(digest: str | None, policy: str) -> bytes:
+    """Return what a clip carries: the digest of the checkpoint that it was made with, and who played."""
+    return f"rlcb-checkpoint:{digest} policy:{policy}.".encode()
+
+
+def mark_of_clip(content: bytes) -> tuple[str, str] | None:
+    """Return (digest, policy) as the clip carries them; None if it does not say."""
+    found = re.search(rb"rlcb-checkpoint:([0-9a-f]{64}) policy:([a-z]{1,10})\.", content)
+    return (found[1].decode(), found[2].decode()) if found else None
 
 
 def open_screen(video: str | None, render: bool) -> Screen | None:
@@ -55,30 +70,37 @@ class Recorder:
             size = (CLIP_TILES, CLIP_SCALE) if self._is_clip else (MAX_TILES, SCALE)
             self.frames.append(tile(observations, *size))  # a copy: the array may be used again
 
-    def close(self) -> None:
+    def close(self, mark: bytes = b"") -> None:
+        """Write the file; the mark goes into a .webp or .gif, and says whose games it shows."""
         try:
             if self.path.suffix == ".mp4":
                 self._write_mp4()
             else:
-                self._write_animation()
+                self._write_animation(mark)
         except OSError as error:
             raise UserError(f"Cannot write {self.path} ({error.strerror or error}).") from None
         print(f"Saved {self.path} ({len(self.frames)} frames)")
 
-    def _write_animation(self) -> None:
+    def _write_animation(self, mark: bytes) -> None:
         from PIL import Image
 
         first, *rest = (Image.fromarray(frame) for frame in self.frames)
-        options: dict[str, Any] = {"quality": 60, "method": 4} if self._is_clip else {}
-        first.save(self.path, save_all=True, append_images=rest, duration=1000 // FRAMES_PER_SECOND, loop=0, **options)
+        options: dict[str, Any] = {"quality": 60, "method": 4, "xmp": mark} if self._is_clip else {"comment": mark}
+        options |= {"format": self.path.suffix.removeprefix("."), "duration": 1000 // FRAMES_PER_SECOND, "loop": 0}
+        content = io.BytesIO()
+        first.save(content, save_all=True, append_images=rest, **options)
+        write_output(self.path, content.getvalue())
 
     def _write_mp4(self) -> None:
         height, width, _ = self.frames[0].shape
-        writer = _ffmpeg().write_frames(str(self.path), (width, height), fps=FRAMES_PER_SECOND, macro_block_size=2)
-        writer.send(None)
-        for frame in self.frames:
-            writer.send(np.ascontiguousarray(frame))
-        writer.close()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "video.mp4")
+            writer = _ffmpeg().write_frames(str(file), (width, height), fps=FRAMES_PER_SECOND, macro_block_size=2)
+            writer.send(None)
+            for frame in self.frames:
+                writer.send(np.ascontiguousarray(frame))
+            writer.close()
+            write_output(self.path, file.read_bytes())
 
 
 class Window:
@@ -107,7 +129,7 @@ class Window:
             self._image.set_data(frame)
         self._plt.pause(1 / FRAMES_PER_SECOND)
 
-    def close(self) -> None:
+    def close(self, mark: bytes = b"") -> None:
         self._plt.close(self._figure)
 
 

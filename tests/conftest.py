@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,29 @@ import psutil
 import pytest
 from torch import Tensor
 
+from rl_cluster_benchmark import cli
+from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.envs import Step
 from rl_cluster_benchmark.kernels import network
 from rl_cluster_benchmark.rollout import Rollout
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.stop import ORDERS
 
 ROOT = Path(__file__).parent.parent
+for number in ORDERS:  # under nohup, or in the background: ignored here as before, but not by the runs that tests start
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 needs_native = pytest.mark.skipif(not network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
 
 
-def rlcb(*args: object, cwd: Path | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run `rlcb` in its own process."""
+def rlcb(
+    *args: object, cwd: Path | None = None, timeout: float = 240, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `rlcb` in its own process, with these variables added to its environment."""
     call = [sys.executable, "-m", "rl_cluster_benchmark", *map(str, args)]
-    return subprocess.run(
-        call, cwd=cwd or ROOT, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
-    )
+    env = environment() | dict(variables or {})
+    return subprocess.run(call, cwd=cwd or ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def environment() -> dict[str, str]:
@@ -50,6 +59,17 @@ def tiny_run(output: Path, *args: object, timesteps: int = 4000) -> subprocess.C
 def read_metrics(output: Path, label: str = "PPO_Sequential") -> list[dict[str, Any]]:
     lines = (output / "logs" / label / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def started_with(output: Path, key: str, value: object) -> None:
+    """Make a run one that was started with another setting, which --resume would refuse to change."""
+    file = output / "config.yaml"
+    file.write_text(configs.to_yaml(configs.load(file, {key: value})))
+    section, _, name = key.partition(".")
+    for path in (output / "checkpoints").glob("*.pt"):
+        state = checkpoint.load(path)
+        state["config"][section][name] = value
+        checkpoint.save(path, state)
 
 
 class ScriptedEnv:
@@ -102,6 +122,36 @@ def targets(rollout: Rollout, *, gamma: float, gae_lambda: float) -> tuple[Tenso
         gamma=gamma,
         gae_lambda=gae_lambda,
     )
+
+
+@pytest.fixture
+def needs_pty() -> None:
+    """Skip a test where no pseudo terminal can be opened."""
+    try:
+        ends = os.openpty()
+    except OSError as error:
+        pytest.skip(f"needs a pseudo terminal: {error}")
+    for end in ends:
+        os.close(end)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run `rlcb` in this process: (status, stdout, stderr)."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = cli.main([str(arg) for arg in args])
+        except SystemExit as error:  # argparse
+            status = int(error.code or 0)
+        return status, *capsys.readouterr()
+
+    yield run
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,13 @@ def running(*args: object) -> Iterator[subprocess.Popen[str]]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether it still runs; a zombie does not, which a container's first process may leave as it is."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def workers_of(process: subprocess.Popen[str] | psutil.Process) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ NAMES = ("ppo_sequential", "ppo_parallel", "a2c_sequential", "a2c_parallel")
 
 
 def copy_run(source: Path, target: Path, *, config: dict[str, Any] | None = None, **summary: Any) -> Path:
-    """With settings (`section.key`) and entries of the summary changed; an `env` is changed in all files."""
+    """A run of its own, with settings (`section.key`) and entries of the summary changed, the task in all files."""
     shutil.copytree(source, target)
     data = yaml.safe_load((target / "config.yaml").read_text())
     changes = config or {}
@@ -21,11 +22,13 @@ def copy_run(source: Path, target: Path, *, config: dict[str, Any] | None = None
         section, _, key = dotted.partition(".")
         data[section][key] = value
     (target / "config.yaml").write_text(yaml.safe_dump(data))
-    env = {"env": changes["env.name"]} if "env.name" in changes else {}
+    env = data["env"]["name"]
+    mine = {"run_id": uuid.uuid4().hex, "env": env, "seed": data["env"]["seed"]} | summary
     for name in ("training_summary.json", "benchmark_metrics.json"):
-        edit_json(target / name, **env, **summary)
+        edit_json(target / name, **mine)
     for file in target.glob("evaluation_*.json"):
-        edit_json(file, **env)
+        origin = json.loads(file.read_text()).get("origin") or {}
+        edit_json(file, env=env, origin=origin | {"env": data["env"], "run_id": mine["run_id"]})
     return target
 
 

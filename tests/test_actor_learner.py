@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import resource
 import signal
 import threading
 import zlib
@@ -10,13 +11,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import read_metrics, rlcb
+from conftest import read_metrics, rlcb, started_with
 from processes import running, wait_for_line, wait_for_updates
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_parallel import assert_gone, workers_of
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.execution.actor_learner import Recorder
 from rl_cluster_benchmark.execution.claims import Claims
 from rl_cluster_benchmark.execution.replay import ReplayFile
 from rl_cluster_benchmark.execution.split import Costs, fill_in, split
@@ -25,6 +27,8 @@ from rl_cluster_benchmark.execution.unrolls import UnrollStore, gather, unroll_l
 from rl_cluster_benchmark.execution.weights import PublishedWeights
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.asynchrony import Asynchrony
+from rl_cluster_benchmark.timing import PHASES, PhaseClock
 
 LABEL = "IMPALA_Parallel"
 TINY = ("--algorithm", "impala", "--mode", "parallel", "--env", "Catch-v0", "--set", "training.n_steps=16",
@@ -295,6 +299,41 @@ def test_a_replay_too_large_for_the_disk_is_refused(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+class FakeRun:
+    """As much of a run as the recorder needs."""
+
+    def __init__(self):
+        self.clock, self.asynchrony, self.worker_cpu_seconds = PhaseClock(), Asynchrony(), 0.0
+
+    def record(self, steps, episodes, losses, asynchrony, at):
+        self.asynchrony.add(asynchrony)
+
+
+def test_idle_shares_are_of_the_whole_run():
+    """Seconds waited over seconds lived, those before a resume included: no mean of shares since the start."""
+    waiting, report = PHASES.index("waiting"), {"steps": 1, "losses": {}, "asynchrony": {}, "at": 1.0}
+
+    def table(waited, lived):
+        row = torch.zeros(1, len(PHASES) + 2, dtype=torch.float64)
+        row[0, waiting], row[0, -2] = waited, lived
+        return row
+
+    run = FakeRun()
+    recorder = Recorder(run)
+    for actor, learner, lived in ((9, 1, 10), (9, 31, 100), (10, 60, 200)):
+        recorder.record(report, table(learner, lived), table(actor, lived), 0)
+    assert run.asynchrony.summary()["actor_idle"] == pytest.approx(0.05)
+    assert run.asynchrony.summary()["learner_idle"] == pytest.approx(0.3)
+    resumed = FakeRun()
+    resumed.asynchrony.load_state_dict(run.asynchrony.state_dict())
+    Recorder(resumed).record(report, table(40, 200), table(90, 200), 0)
+    assert resumed.asynchrony.summary()["actor_idle"] == pytest.approx(100 / 400)
+    assert resumed.asynchrony.summary()["learner_idle"] == pytest.approx(100 / 400)
+    older = Asynchrony()
+    older.load_state_dict({"sums": {}, "counts": {}})
+    assert older.waits == {}
+
+
 # Whole runs
 
 
@@ -304,7 +343,7 @@ def test_a_run_its_metrics_and_its_resumption(tmp_path):
                  "--set", "impala.replay_fraction=0.5", "--set", "impala.replay_size=20")  # fmt: skip
     assert done.returncode == 0, done.stderr
     for text in ("IMPALA Parallel Training", "Actor 1 started with 6 environments", "Learner 1 started",
-                 "Actors: 2, Learners: 2", "Policy Lag:", "Idle: actors"):  # fmt: skip
+                 "Actors: 2, Learners: 2", "gradient steps on average", "Idle: actors"):  # fmt: skip
         assert text in done.stdout, text
     first, lines = summary(output), read_metrics(output, LABEL)
     assert (first["num_workers"], first["num_learners"], first["num_envs"]) == (2, 2, 12)
@@ -334,6 +373,11 @@ def test_a_run_its_metrics_and_its_resumption(tmp_path):
     assert [line["update"] for line in read_metrics(output, LABEL)] == list(range(1, second["total_updates"] + 1))
     after = checkpoint.load(output / "checkpoints" / "impala_parallel_final.pt")
     assert after["algorithm"]["optimizer"]["steps"] > before["algorithm"]["optimizer"]["steps"]
+    for role in ("actor", "learner"):  # waited and lived since the start
+        old, new = (state["progress"]["asynchrony"]["waits"][role] for state in (before, after))
+        assert old[0] <= new[0] < new[1] > old[1] > 0
+        assert second["asynchrony"][f"{role}_idle"] == pytest.approx(new[0] / new[1])
+    assert after["progress"]["peak_worker_memory"] >= before["progress"]["peak_worker_memory"] > 0
     assert after["algorithm"]["reward_normalizer"]["count"] > before["algorithm"]["reward_normalizer"]["count"]
 
 
@@ -358,6 +402,24 @@ def test_an_actor_that_dies_is_replaced_up_to_a_limit(tmp_path):
     assert "Traceback" not in text
     assert_gone(everyone)
     assert summary(output)["asynchrony"]["actor_restarts"] == 1
+
+
+def test_an_actor_that_cannot_be_replaced_ends_the_run(tmp_path):
+    """The user has no more files to open: no worker is left behind, and nobody waits for one."""
+    args = ("--total-timesteps", 100_000_000, "--output-dir", tmp_path / "run")
+    args += ("--set", "training.save_interval=100000", "--set", "logging.tensorboard=false")
+    with running(*TINY, *args) as process:
+        wait_for_updates(tmp_path / "run", LABEL, 3, process)
+        everyone = sorted(workers_of(process), key=lambda worker: worker.create_time())
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (8, most))
+        everyone[1].kill()
+        text, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+    assert "Worker 1 could not be started (" in text, text
+    assert "ulimit -n" in text
+    assert "Traceback" not in text
+    assert_gone(everyone)
 
 
 def test_a_learner_that_dies_ends_the_run(tmp_path):
@@ -406,7 +468,22 @@ def test_duration_and_nan(tmp_path):
     done = train(output, "--duration", 2 / 3600, timesteps=100_000_000)
     assert done.returncode == 0, done.stderr
     assert summary(output)["duration_hours"] * 3600 == pytest.approx(2, abs=1)
+    started_with(output, "training.learning_rate", 1e38)
     done = train(output, "--resume", "--learning-rate", "1e38", "--duration", 1, timesteps=100_000_000)
     assert done.returncode == 1
     assert "became NaN or infinite" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_several_passes_over_each_batch_count_their_steps_once(tmp_path):
+    """Every episode of Catch takes nine steps: so many steps were taken as the episodes say, whatever was learned."""
+    done = train(tmp_path, "--env", "Catch-v0", "--set", "impala.num_learners=2", "--set", "impala.passes=3",
+                 "--total-timesteps", 9000)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, lines = summary(tmp_path), read_metrics(tmp_path, LABEL)
+    in_hand = 12 * 16 * 4  # an unroll of each environment in every page and one in the making
+    assert first["total_timesteps"] == pytest.approx(9 * first["num_episodes"], abs=in_hand)
+    state = checkpoint.load(tmp_path / "checkpoints" / "impala_parallel_final.pt")
+    new_steps = np.diff([line["step"] for line in lines]).mean()  # an update: two batches, three passes each
+    steps = int(state["algorithm"]["optimizer"]["steps"])
+    assert steps == pytest.approx(6 * first["total_timesteps"] / new_steps, rel=0.05)

@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from conftest import CELL_SETTINGS, MATRIX, ROOT, environment, rlcb
+from stand_ins import StandIns
 
 from rl_cluster_benchmark.analysis.runs import UnusableRunError, load_run
 from rl_cluster_benchmark.benchmark.board import Board
-from rl_cluster_benchmark.benchmark.cells import look_at
-from rl_cluster_benchmark.benchmark.matrix import load
+from rl_cluster_benchmark.benchmark.cells import Progress, look_at, work_on
+from rl_cluster_benchmark.benchmark.matrix import Matrix, build, load
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run.stop import Signals
 
 TIMES = ("fps", "speedup", "memory", "seconds", "runs")  # columns that differ from one time to the next
 
@@ -115,7 +119,10 @@ def test_an_existing_benchmark_is_not_touched_without_being_told(benchmarked):
         (("--duration", 1, "--algorithms", "dqn"), "dqn_sequential_coinrun_seed1: command line: algorithm = 'dqn'"),
         (("--duration", 1, "--seeds", 1, 1), "would hold"),
         (("--duration", -1), "duration_hours"),
-        (("--duration", 1, "--episodes", 0), "episodes: Input should be greater than or equal to 1"),
+        (
+            ("--duration", 1, "--episodes", 0),
+            "argument --episodes: 0 is not allowed; it must be a whole number of at least 1",
+        ),
         (("--games", "coinrun"), "Say how long each run trains"),
         (("--duration", 1, "--configs", "nothing"), "Config file nothing does not exist"),
         (("--duration", 1, "--configs", "quickstart", "--modes", "parallel"), "Give either --configs or"),
@@ -176,6 +183,29 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path):
     assert "NaN or infinite" in left_out["reason"]
 
 
+def test_the_board_knows_that_steps_may_end_a_timed_cell():
+    """With both a duration and a number of steps, from what finished cells took."""
+    matrix = Matrix(algorithms=["ppo"], modes=["sequential"], games=["Catch-v0"], seeds=[1, 2, 3],
+                    duration_hours=1.0, total_timesteps=1000)  # fmt: skip
+    cells = [Progress(cell, Path(cell.name)) for cell in matrix.cells()]
+    assert Board(cells, matrix).seconds_left() > 3 * 3600
+    cells[0].state, cells[0].seconds = "done", 20.0
+    assert Board(cells, matrix).seconds_left() == pytest.approx(40.0)
+
+
+def test_a_cell_that_was_only_evaluated_took_its_training_too(benchmarked, tmp_path):
+    """What it tells the board of the time that others will take."""
+    matrix = load(benchmarked)
+    cell = matrix.cells()[0]
+    directory = shutil.copytree(benchmarked / "cells" / cell.name, tmp_path / cell.name)
+    summary = json.loads((directory / "training_summary.json").read_text())
+    (directory / "training_summary.json").write_text(json.dumps(summary | {"duration_hours": 0.5}))
+    progress = Progress(cell, directory)
+    work_on(progress, matrix, Signals(), lambda: None, keep_partial=False)
+    assert progress.state == "done"
+    assert progress.seconds >= 1800
+
+
 def test_the_board_estimates_the_end(benchmarked, tmp_path):
     """From what cells of the same variant took; done cells take nothing more."""
     matrix = load(benchmarked)
@@ -187,5 +217,38 @@ def test_the_board_estimates_the_end(benchmarked, tmp_path):
     cells[3].state = "to come"
     assert board.seconds_left() == pytest.approx(20.0)  # no cell of its variant is done: the mean of all
     half = shutil.copytree(benchmarked / "cells" / cells[0].cell.name, tmp_path / "half")
+    good = json.loads((half / "evaluation_all.json").read_text())
+    origin = good["origin"] | {"checkpoint": good["origin"]["checkpoint"] | {"digest": "0" * 64}}
+    for other in (good | {"origin": origin}, good | {"origin": None}):  # bug 4: of another agent, or nobody knows
+        (half / "evaluation_all.json").write_text(json.dumps(other))
+        assert look_at(cells[0].cell, half, matrix).state == "to come"
+    (half / "evaluation_all.json").write_text(json.dumps(good))
+    assert look_at(cells[0].cell, half, matrix).state == "done"
     os.unlink(half / "evaluation_all.json")
     assert look_at(cells[0].cell, half, matrix).state == "to come"  # without its evaluation it is not done
+
+
+def test_odd_names_of_a_benchmark(tmp_path):
+    """The line that --plan prints for sbatch runs what it says; names that no directory should have are refused."""
+    config, output = "my config $(touch touched).yaml", "it's $(touch touched)"
+    (tmp_path / config).write_text("algorithm: ppo\n")
+    call = ("--games", "Catch-v0", "--seeds", 1, "--total-timesteps", 600, "--output-dir", output, "--plan")
+    plan = rlcb("benchmark", "--configs", config, *call, cwd=tmp_path)
+    assert plan.returncode == 0, plan.stderr
+    tools = StandIns(tmp_path / "bin")
+    tools.add("sbatch", '#!/bin/bash\n[ "$1 $2" = "--array=0-0 --wrap" ] && bash -c "$3"\n')
+    tools.add("rlcb")
+    environ = environment() | {"PATH": tools.path, "SLURM_ARRAY_TASK_ID": "7"}
+    subprocess.run(["bash", "-c", plan.stdout.splitlines()[-1]], cwd=tmp_path, env=environ, check=True, timeout=60)
+    assert tools.calls("rlcb") == [["benchmark", "--resume", "--output-dir", output, "--cell", "7"]]
+    assert not list(tmp_path.rglob("touched"))
+    for name in ("a\x1b[31m", "two\nlines", "x" * 240):
+        with pytest.raises(UserError, match="A cell cannot be called") as error:
+            build(configs=[f"{name}.yaml"], games=["Catch-v0"], seeds=[1], total_timesteps=600)
+        assert str(error.value).isprintable()
+
+
+def test_an_error_does_not_drive_the_terminal(tmp_path):
+    done = rlcb("compare", "no\x1b]0;title\x07such", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.removesuffix("\n").isprintable()

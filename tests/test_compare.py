@@ -123,6 +123,26 @@ def test_the_two_run_form_without_output_writes_where_it_stands(cells, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"comparison.png", "comparison_report.txt"}
 
 
+def test_two_runs_of_different_tasks_have_no_speedup(cells, tmp_path):
+    one = copy_run(cells["ppo_sequential"], tmp_path / "coinrun", config={"env.name": COINRUN})
+    other = copy_run(cells["a2c_parallel"], tmp_path / "starpilot", config={"env.name": STARPILOT})
+    done = compare_results(tmp_path, "--sequential", one, "--parallel", other)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Speedup \(Parallel/Sequential\) +- +- *\n", done.stdout)
+    assert re.search(r"Efficiency Gain \(%\) +- +- *\n", done.stdout)
+    assert "Speedup (FPS): -\n" in (tmp_path / "comparison_report.txt").read_text()
+    assert "of different tasks (coinrun (easy, 200 levels) and starpilot (easy, 200 levels))" in done.stdout
+    assert "of different algorithms: PPO and A2C." in done.stdout
+
+
+def test_runs_without_a_common_game_are_said_not_to_be_ranked(cells, tmp_path):
+    one = copy_run(cells["ppo_sequential"], tmp_path / "coinrun", config={"env.name": COINRUN})
+    other = copy_run(cells["ppo_parallel"], tmp_path / "starpilot", config={"env.name": STARPILOT})
+    notes = Comparison.load([one, other]).warnings()
+    assert any(note.startswith("One seed") for note in notes)
+    assert "No game was played by all variants: they are not ranked." in notes
+
+
 def test_wrong_uses_of_the_two_run_form(cells, tmp_path):
     one, two = cells["ppo_sequential"], cells["ppo_parallel"]
     for args, text in (
@@ -130,7 +150,7 @@ def test_wrong_uses_of_the_two_run_form(cells, tmp_path):
         (("--sequential", one, "--parallel", two, one), "not a part of each"),
         (("--sequential", two, "--parallel", one), "is a parallel run"),
         (("--sequential", tmp_path, "--parallel", two), "holds no run"),
-        (("--sequential", one, "--parallel", two, "--output", tmp_path / "no" / "x.png"), "Cannot write"),
+        (("--sequential", one, "--parallel", two, "--output", tmp_path / "no" / "x.png"), "does not exist"),
         ((), "Nothing to compare"),
     ):
         done = compare_results(tmp_path, *args)
@@ -211,6 +231,17 @@ def test_one_seed_says_so_and_names_no_winner(cells):
     assert "Learned most" not in done.stdout
 
 
+def test_unequal_training_is_said(cells, tmp_path):
+    """Equally many steps, or equally much time, is a fair comparison; neither is not."""
+    one = copy_run(cells["ppo_sequential"], tmp_path / "one", total_timesteps=1000, duration_hours=1.0)
+    for steps, hours, is_said in ((1050, 3.0, False), (9000, 1.05, False), (9000, 3.0, True)):
+        name = f"{steps}_{hours}"
+        other = copy_run(cells["ppo_parallel"], tmp_path / name, total_timesteps=steps, duration_hours=hours)
+        said = [note for note in Comparison.load([one, other]).warnings() if "trained for different" in note]
+        assert bool(said) == is_said, (steps, hours)
+    assert "steps (1,000 to 9,000) and different times (1h 00m to 3h 00m)" in said[0]
+
+
 def test_settings_that_differ_are_not_taken_for_seeds(cells, tmp_path):
     run = cells["ppo_sequential"]
     other = copy_run(run, tmp_path / "other", config={"training.learning_rate": 0.5, "env.seed": 2})
@@ -223,11 +254,41 @@ def test_settings_that_differ_are_not_taken_for_seeds(cells, tmp_path):
     ]
 
 
+def test_where_machines_meet_is_no_setting_of_the_variant(cells, tmp_path):
+    """`rlcb launch local` takes a free port each time: those runs are seeds of one variant."""
+    runs = [
+        copy_run(
+            cells["ppo_parallel"], tmp_path / str(seed),
+            config={
+                "env.seed": seed, "cluster.master_port": 30_000 + seed, "cluster.master_addr": f"10.0.0.{seed}",
+                "cluster.interface": f"eth{seed}", "cluster.timeout": 60 + seed, "cluster.max_restarts": seed,
+                "training.watchdog": 300 + seed, "training.save_interval": 100 + seed,
+            },
+        )
+        for seed in (1, 2, 3)
+    ]  # fmt: skip
+    groups = Comparison.load(runs).groups
+    assert [(group.variant, len(group.runs)) for group in groups] == [("PPO parallel", 3)]
+    other = copy_run(runs[2], tmp_path / "other", config={"cluster.sync": "local_sgd", "env.seed": 4})
+    assert len(Comparison.load([*runs, other]).groups) == 2
+
+
 def test_speeds_of_different_machines_are_not_compared(cells, tmp_path):
     other = copy_run(cells["ppo_parallel"], tmp_path / "other", cpu_model="Another CPU")
     comparison = Comparison.load([cells["ppo_sequential"], other])
     assert "Speeds are not compared: the runs come from different machines." in headline(comparison)
     assert any("Another CPU" in note for note in comparison.warnings())
+
+
+def test_a_run_that_does_not_name_its_machine_may_be_of_another(cells, tmp_path):
+    """A run that was killed names none: it has no summary."""
+    killed = copy_run(cells["ppo_parallel"], tmp_path / "killed")
+    for name in ("training_summary.json", "benchmark_metrics.json"):
+        (killed / name).unlink()
+    comparison = Comparison.load([cells["ppo_sequential"], killed], unfinished=True)
+    assert "Speeds are not compared: the runs come from different machines." in headline(comparison)
+    assert any("an unnamed machine" in note for note in comparison.warnings())
+    assert not Comparison.load([killed], unfinished=True).machines(), "where none is named, nothing is said"
 
 
 def test_time_to_a_threshold_counts_from_a_hundred_episodes_on(cells):

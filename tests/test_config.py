@@ -1,11 +1,14 @@
 """Config files, flags and the sentences that answer mistakes."""
 
+import re
+
 import pytest
 import yaml
 from conftest import ROOT, rlcb
 
 from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.cli import build_parser, main
+from rl_cluster_benchmark.cli_arguments import config_from, without_effect
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
 
@@ -142,7 +145,11 @@ PRESETS = {  # name: (environments, workers x environments each, steps, batch)
     "a2c_cpu_cluster": (None, None, 16, None),
     "impala_cpu_cluster": (None, None, 128, None),
     "ppo_procgen_paper": (64, None, 256, 2048),
+    "ppo_procgen": (64, None, 256, 2048),
+    "ppo_toy": (16, None, 64, 256),
+    "impala_toy": (16, None, 16, 128),
 }
+ALGORITHMS = ("ppo", "a2c", "a3c", "impala")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -169,6 +176,51 @@ def test_the_published_setting():
     assert training.normalize_reward
     assert not training.anneal_lr
     assert training.adam_eps == 1e-5
+
+
+def config_of(*call):
+    return config_from(build_parser().parse_args(["train", *call]))
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("train_*.py")))
+def test_the_scripts_keep_their_documented_defaults(script):
+    """`train_ppo_sequential.py` takes config/ppo_sequential.yaml, as its documentation says."""
+    (call,) = re.findall(r"^CALL = (.*)$", (ROOT / script).read_text(), re.MULTILINE)
+    _, *call = re.findall(r'"([^"]+)"', call)
+    config = config_of(*call)
+    place = "cpu_cluster" if config.mode == "distributed" else config.mode
+    assert config == configs.load(f"{config.algorithm}_{place}", {"mode": config.mode})
+    assert config_of(*call, "--config", "quickstart").training.n_steps == configs.load("quickstart").training.n_steps
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_keys_that_the_algorithm_does_not_use_are_not_recorded(algorithm, tmp_path):
+    config = configs.load(None, {"algorithm": algorithm})
+    recorded = yaml.safe_load(configs.to_yaml(config))
+    assert ("impala" in recorded) == (algorithm == "impala")
+    for key, users in {
+        "n_epochs": ["ppo"],
+        "clip_range": ["ppo"],
+        "batch_size": ["ppo", "impala"],
+        "gae_lambda": ["ppo", "a2c", "a3c"],
+        "normalize_advantage": ["ppo", "a2c", "a3c"],
+        "gamma": list(ALGORITHMS),
+    }.items():
+        assert (key in recorded["training"]) == (algorithm in users), key
+    file = tmp_path / "config.yaml"
+    file.write_text(configs.to_yaml(config))
+    assert configs.load(file) == config, "what is left out has its default"
+
+
+def test_a_key_without_effect_is_named():
+    def said(*call):
+        args = build_parser().parse_args(["train", *call])
+        return without_effect(args, config_from(args))
+
+    call = ("--algorithm", "impala", "--set", "training.clip_range=0.1", "--num-envs", "8")
+    assert said(*call) == ["training.clip_range has no effect: impala does not use it (ppo does)."]
+    call = ("--algorithm", "a2c", "--set", "impala.passes=2", "--set", "training.gamma=0.9", "--num-workers", "2")
+    assert said(*call) == ["impala.passes has no effect: a2c does not use it (impala does)."]
 
 
 def test_precedence_default_yaml_command_line(tmp_path):

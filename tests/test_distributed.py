@@ -4,9 +4,11 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -21,10 +23,14 @@ from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.cluster import node
 from rl_cluster_benchmark.cluster.membership import Membership
 from rl_cluster_benchmark.cluster.network import free_port
+from rl_cluster_benchmark.cluster.rendezvous import Cluster
+from rl_cluster_benchmark.cluster.store import STORE_TIMEOUT, client
+from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.run.files import remove_leftovers
 from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -142,7 +148,7 @@ def test_several_machines_do_the_same_maths_as_one_process(algorithm, shapes, tm
             torch.testing.assert_close(state["model"][key], tensor, atol=2e-5, rtol=1e-3, msg=f"{name}: {key}")
         scale = state["algorithm"]["reward_normalizer"]
         assert scale == pytest.approx(reference["algorithm"]["reward_normalizer"]), name
-        assert state["progress"]["episodes"]["count"] == reference["progress"]["episodes"]["count"], name
+        assert state["progress"]["episodes"] == reference["progress"]["episodes"], f"{name}: as they ended"
         assert (summary(tmp_path / name)["num_workers"], len(summary(tmp_path / name)["nodes"])) == (
             4 if algorithm == "ppo" else 2,
             nodes,
@@ -193,6 +199,54 @@ def test_the_head_hears_how_much_memory_the_others_use():
     membership._leave(lambda: None, 1.0)
 
 
+def test_a_machine_that_has_left_is_not_missed():
+    """The head may write for longer than cluster.timeout when the others have come to their end."""
+    membership = Membership(lambda timeout: dist.HashStore(), 0, ["head", "second", "third"], timeout=2.0)
+    for other in (1, 2):
+        membership._store.set(f"beat/{other}", "1 1000")
+    membership._store.set("left/1", "")
+    time.sleep(4.5)
+    with pytest.raises(TrainingFailedError, match="third has not been heard of"):
+        membership.check()
+    membership._store.set("left/2", "")
+    time.sleep(2.5)
+    membership.check()
+    membership._leave(lambda: None, 1.0)
+
+
+STORE = """
+import sys, time
+from rl_cluster_benchmark.cluster.store import _serve
+store = _serve("127.0.0.1", int(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("question", ["read", "publish", "agree_on_work"])
+def test_a_head_that_is_gone_is_told_as_that(question, tmp_path):
+    """Between the meeting and the work, when nobody listens to its heart yet."""
+    address = ("127.0.0.1", free_port())
+    head = subprocess.Popen([sys.executable, "-c", STORE, str(address[1])], env=environment(), stdout=subprocess.PIPE)
+    try:
+        assert head.stdout.readline() == b"ready\n"
+        silent = SimpleNamespace(check=lambda: None)
+        store = client(*address, STORE_TIMEOUT)
+        cluster = Cluster(1, [], store, address, "", silent, None, 60.0, Signals())
+        head.kill()
+        head.wait()
+        ask = {
+            "read": lambda: cluster.read("work"),
+            "publish": lambda: [cluster.publish("ready/1", True) for _ in range(100)],
+            "agree_on_work": lambda: [node.agree_on_work(cluster, Config(), tmp_path, None, {}) for _ in range(100)],
+        }[question]
+        with pytest.raises(TrainingFailedError, match="The head's store no longer answers"):
+            ask()
+    finally:
+        head.kill()
+        head.stdout.close()
+
+
 def test_a_signal_to_one_machine_stops_all_and_the_run_goes_on_with_fewer(nodes, tmp_path):
     output = tmp_path / "run"
     _, other = nodes.start(output, timesteps=FOREVER, workers=2)
@@ -210,6 +264,21 @@ def test_a_signal_to_one_machine_stops_all_and_the_run_goes_on_with_fewer(nodes,
     assert lines[first["total_updates"]]["step"] > first["total_timesteps"], "no step is counted twice"
 
 
+def test_a_signal_is_obeyed_while_a_machine_greets_a_head_that_does_not_answer(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        call = ["train", "--mode", "distributed", *TINY, "--num-nodes", 2, "--node-rank", 1, "--output-dir", tmp_path]
+        call += ["--master-addr", "127.0.0.1", "--master-port", silent.getsockname()[1]]
+        call = [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)]
+        node = subprocess.Popen(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        silent.settimeout(60)
+        look, greeting = silent.accept()[0], silent.accept()[0]  # is there anybody? and the greeting, never answered
+        node.send_signal(signal.SIGTERM)
+        text = node.communicate(timeout=20)[0].decode()
+        look.close()
+        greeting.close()
+    assert node.returncode == 128 + signal.SIGTERM, text
+
+
 def test_machines_must_agree(nodes, tmp_path):
     nodes.start(tmp_path / "run", each=lambda rank: ("--seed", rank))
     for status, text in nodes.ends():
@@ -217,6 +286,19 @@ def test_machines_must_agree(nodes, tmp_path):
         assert "was started with env.seed = 1, the head" in text
         assert "Traceback" not in text
     assert not (tmp_path / "run").exists()
+
+
+def test_what_a_killed_head_leaves_for_others_to_see_is_removed_by_the_next(tmp_path):
+    left = []
+
+    def publish(key, value):
+        left.append(Path(value["token"]))
+
+    cluster = SimpleNamespace(publish=publish, nodes=[None], join_timeout=1.0, store=None)
+    node.agree_on_work(cluster, Config(), tmp_path, None, {})
+    left[0].write_text(left[0].name)  # as if it had been killed before it could remove it
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_directory_that_others_do_not_see_is_refused(nodes, tmp_path, monkeypatch):
@@ -233,7 +315,8 @@ def test_a_head_that_comes_back_late_writes_no_more(tmp_path):
     late.check()
     with pytest.raises(UserError, match="is in use by another run"):
         directory.claim(may_hold_a_run=True, patience=0.3)
-    fcntl.flock(late.descriptor, fcntl.LOCK_UN)  # as when its machine is cut off from the filesystem
+    for descriptor in late.descriptors:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # as when its machine is cut off from the filesystem
     now = directory.claim(may_hold_a_run=True)
     now.check()
     with pytest.raises(TrainingFailedError, match="taken over"):

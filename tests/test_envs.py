@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.config import MAX_LEVEL, PROCGEN_GAMES, EnvConfig
 from rl_cluster_benchmark.envs import PROCGEN, level_range, make_env
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run import checkpoint
 
 
 def play(env, steps, action=4):
@@ -97,3 +100,33 @@ def test_options_reach_the_game():
     hard = make_env(EnvConfig(num_levels=1, distribution_mode="hard"), range(1), num_threads=1).reset()
     assert (plain != usual).any()
     assert (hard != usual).any()
+
+
+def test_sequential_levels_are_refused(trained, tmp_path):
+    """Bug 14: EnvPool's Procgen takes them and ends every episode with its level all the same."""
+    with pytest.raises(UserError, match=r"env.use_sequential_levels = true does nothing: in EnvPool's Procgen"):
+        configs.load(None, {"env.use_sequential_levels": True})
+    # What was trained with it was trained as if without, and is read as that.
+    state = checkpoint.load(trained / "checkpoints" / "ppo_sequential_final.pt")
+    state["config"]["env"]["use_sequential_levels"] = True
+    checkpoint.save(tmp_path / "old.pt", state)
+    assert checkpoint.load(tmp_path / "old.pt")["config"]["env"]["use_sequential_levels"] is False
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("center_agent", False), ("use_backgrounds", False), ("use_monochrome_assets", True), ("restrict_themes", True),
+        ("use_generated_assets", True), ("paint_vel_info", True), ("distribution_mode", "hard"), ("start_level", 50),
+        ("num_levels", 1), ("seed", 2),
+    ],
+)  # fmt: skip
+def test_every_key_of_procgen_changes_what_is_seen(key, value):
+    """Bug 14's kind: Jumper knows all of them."""
+
+    def seen(**changes):
+        config = EnvConfig.model_validate({"name": "jumper", "num_levels": 3} | changes)
+        return play(make_env(config, range(4), num_threads=1), 3)[0]
+
+    assert np.array_equal(seen(), seen())
+    assert not np.array_equal(seen(), seen(**{key: value}))

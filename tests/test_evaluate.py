@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from rl_cluster_benchmark.analysis.published import curve, normalized_score
 from rl_cluster_benchmark.config import EnvConfig
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.evaluate import _newest_checkpoint, confidence_interval, play, random_policy
+from rl_cluster_benchmark.run import checkpoint
 
 LONG = ([1.0] * 40, "terminated")
 SHORT = ([0.0] * 2, "truncated")
@@ -82,6 +84,27 @@ def test_without_a_checkpoint_the_newest_of_the_algorithm_is_taken(tmp_path, mon
         _newest_checkpoint("a3c")
 
 
+def test_of_a_run_its_last_checkpoint_is_taken_whatever_the_dates(trained, tmp_path, monkeypatch):
+    """Of a copy that does not keep dates (cp -r, scp -r) any file may be the newest; a clock may have been changed."""
+    folder = tmp_path / "runs" / "copy" / "checkpoints"
+    shutil.copytree(trained / "checkpoints", folder)
+    monkeypatch.chdir(tmp_path)
+    final = checkpoint.load(folder / "ppo_sequential_final.pt")
+    checkpoint.save(folder / "ppo_sequential_step_96.pt", final | {"progress": final["progress"] | {"steps": 96}})
+    os.utime(folder / "ppo_sequential_final.pt", (1, 1))
+    assert _newest_checkpoint(None).name == "ppo_sequential_final.pt"
+    (folder / "ppo_sequential_final.pt").unlink()
+    steps = max(int(file.stem.rpartition("_")[2]) for file in folder.glob("*_step_*.pt"))
+    os.utime(folder / f"ppo_sequential_step_{steps}.pt", (1, 1))
+    assert _newest_checkpoint("ppo").name == f"ppo_sequential_step_{steps}.pt"
+
+
+def without_date(report):
+    result = json.loads(report.read_text())
+    assert result["origin"].pop("evaluated_at").startswith("20")
+    return result
+
+
 def test_the_block_and_the_file(trained, tmp_path):
     report = tmp_path / "result.json"
     path = trained / "checkpoints" / "ppo_sequential_final.pt"
@@ -94,7 +117,7 @@ def test_the_block_and_the_file(trained, tmp_path):
         "95% Interval of the Mean:",
     ):  # fmt: skip
         assert text in done.stdout, text
-    result = json.loads(report.read_text())
+    result = without_date(report)
     assert {
         "mean_reward", "std_reward", "min_reward", "max_reward", "mean_length", "std_length", "num_episodes",
         "ci95", "normalized_score", "levels", "seed",
@@ -103,7 +126,7 @@ def test_the_block_and_the_file(trained, tmp_path):
     assert result["ci95"][0] <= result["mean_reward"] <= result["ci95"][1]
     again = rlcb("evaluate", "--checkpoint", path, "--num-episodes", 30, "--seed", 5, "--json", report)
     assert again.returncode == 0
-    assert json.loads(report.read_text()) == result, "one seed, one result"
+    assert without_date(report) == result, "one seed, one result"
     chance = rlcb("evaluate", "--checkpoint", path, "--num-episodes", 100, "--random", "--json", report)
     assert "Random Policy Evaluation Results" in chance.stdout
     assert json.loads(report.read_text())["mean_reward"] == pytest.approx(-0.6, abs=0.3), "one ball in five is caught"
@@ -149,6 +172,50 @@ def test_another_game_can_be_played(coinrun):
     )
     assert done.returncode == 0, done.stderr
     assert "Environment: procgen-starpilot-v0" in done.stdout
+    assert "never trained on" not in done.stdout  # that is said of levels of the game that it was trained on
+    assert "Levels: levels from 200 on (the agent was trained on levels 0 to 199 of coinrun, easy)" in done.stdout
+
+
+def test_where_no_level_is_held_back_none_is_called_unseen(coinrun, tmp_path):
+    """Bug 17: an agent that may have met every level is tested on all of them, and the result says so."""
+    report = tmp_path / "result.json"
+    done = rlcb(
+        "evaluate", "--checkpoint", coinrun, "--levels", "test", "--set", "env.num_levels=0", "--num-episodes", 2,
+        "--num-threads", 1, "--json", report,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--levels test: with env.num_levels 0 no level is held back from training" in done.stdout
+    assert "Levels: all levels" in done.stdout
+    assert json.loads(report.read_text())["levels"] == "all"
+
+
+def test_agents_are_compared_by_the_levels_that_they_were_evaluated_on(coinrun, tmp_path, call):
+    """Bug 17: the commands call all levels what they are, and rank no agent on them against one on unseen levels."""
+    one = shutil.copytree(coinrun.parent.parent, tmp_path / "one")
+    other = tmp_path / "other"
+    assert call("train", "--config", one / "config.yaml", "--seed", 7, "--output-dir", other)[0] == 0
+
+    def evaluate(run, levels):
+        final = run / "checkpoints" / coinrun.name
+        args = ("--levels", levels, "--num-episodes", 2, "--num-threads", 1)
+        assert call("evaluate", "--checkpoint", final, *args, "--json", run / f"evaluation_{levels}.json")[0] == 0
+
+    for run in (one, other):
+        evaluate(run, "all")
+    status, shown, err = call("compare", one, other)
+    assert status == 0, err
+    assert call("report", one, other, "--output-dir", tmp_path / "report")[0] == 0
+    report = (tmp_path / "report" / "report.md").read_text()
+    for text in (shown, report):
+        assert "unseen" not in text
+        assert "evaluation on all levels" in text
+
+    (other / "evaluation_all.json").unlink()
+    evaluate(other, "test")
+    status, shown, err = call("compare", one, other)
+    assert status == 0, err
+    assert "Some agents were evaluated on unseen levels, others on all: those do not compare." in shown
+    assert "Normalised scores" not in shown
 
 
 @pytest.mark.parametrize(("name", "magic"), [("agent.gif", b"GIF89a"), ("agent.mp4", b"ftyp")])

@@ -4,21 +4,26 @@ import copy
 import json
 import signal
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read_metrics, rlcb
+from conftest import read_metrics, rlcb, started_with
 from processes import running, wait_for_updates
 from test_parallel import assert_gone, without_times, workers_of
 
+from rl_cluster_benchmark import cli, hardware
 from rl_cluster_benchmark.algorithms.learner import Learner
 from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.execution import hogwild
 from rl_cluster_benchmark.execution.hogwild import SumSinceLastTime, share
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.models import make_model
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.timing import PhaseClock
 
 LABEL = "A3C_Parallel"
 TINY = ("--env", "Catch-v0", "--set", "training.n_steps=16", "--set", "parallel.pin=never", "--num-threads", 1,
@@ -87,6 +92,42 @@ def test_output_summary_and_resume(tmp_path):
     assert all(value < after[key] for value, key in zip(before, ("duration_hours", "num_episodes"), strict=True))
 
 
+def test_nothing_is_trained_when_time_is_over(tmp_path):
+    """Also if the end of the run was not written down: its summary is lost."""
+    output = tmp_path / "run"
+    time_limit = ("--duration", 2 / 3600)
+    assert train(output, *time_limit, timesteps=100_000_000).returncode == 0
+    first = summary(output)
+    (output / "training_summary.json").unlink()
+    done = train(output, *time_limit, "--resume", timesteps=100_000_000)
+    assert done.returncode == 0, done.stderr
+    assert summary(output)["total_updates"] == first["total_updates"]
+
+
+def test_steps_before_a_checkpoint_and_of_a_run_that_fails_count(tmp_path, monkeypatch):
+    """Of three workers that make up an update, two have reported when one saves, and one when another fails."""
+    recorded = []
+    report = {"steps": 64, "episodes": [], "losses": {"policy_loss": 0.5}, "lag": 0, "at": 1.0}
+
+    def reports(*args, **kwargs):
+        yield "record", report
+        yield "record", report
+        yield "save", checkpoint.pack({})
+        yield "record", report
+        raise TrainingFailedError("Worker 1 was killed")
+
+    monkeypatch.setattr(hogwild, "reports", reports)
+    args = ["train", "--algorithm", "a3c", "--mode", "parallel", *TINY, "--num-workers", 3, "--output-dir", tmp_path]
+    config, plan = hardware.resolve(cli.config_from(cli.build_parser().parse_args(list(map(str, args)))))
+    run = SimpleNamespace(
+        config=config, plan=plan, resumed_path=None, progress_state=dict, clock=PhaseClock(),
+        record=lambda **parts: recorded.append(parts["steps"]), save=lambda state: recorded.append("saved"),
+    )  # fmt: skip
+    with pytest.raises(TrainingFailedError, match="Worker 1"):
+        hogwild.train(run)
+    assert recorded == [128, "saved", 64]
+
+
 def test_a_signal_ends_it_in_good_order(tmp_path):
     output = tmp_path / "run"
     with running(*RUN, "--total-timesteps", 100_000_000, "--output-dir", output) as process:
@@ -118,6 +159,7 @@ def test_a_killed_worker_ends_the_run(tmp_path):
 
 def test_nan_stops_it(tmp_path):
     assert train(tmp_path / "run", timesteps=1000).returncode == 0
+    started_with(tmp_path / "run", "training.learning_rate", 1e38)
     done = train(tmp_path / "run", "--resume", "--learning-rate", "1e38", timesteps=5000)
     assert done.returncode == 1
     assert "became NaN or infinite" in done.stderr

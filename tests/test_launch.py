@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 
@@ -11,7 +12,7 @@ import pytest
 from conftest import rlcb
 from test_distributed import FOREVER, TINY, metrics, summary
 
-from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark import cli, hardware
 from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.cluster.launch import jobs
 from rl_cluster_benchmark.cluster.launch.command import TrainCommand
@@ -121,7 +122,7 @@ def test_slurm_script(tmp_path):
         assert f"#SBATCH {line}\n" in done.stdout, line
     assert "source venv/bin/activate || exit 2" in done.stdout
     assert "--output-dir 'a run'" in done.stdout
-    assert "resume=(--overwrite)" in done.stdout
+    assert "--overwrite" in done.stdout
     assert_shell_accepts(done.stdout, tmp_path)
 
 
@@ -133,7 +134,7 @@ def test_pbs_script(tmp_path):
     assert done.returncode == 0, done.stderr
     for line in ("-l select=3:ncpus=8", "-l walltime=01:00:00", "-q work", "-r y", "-j oe"):
         assert f"#PBS {line}\n" in done.stdout, line
-    assert "sleep 3480 && kill -USR1" in done.stdout
+    assert "sleep 3480" in done.stdout
     assert_shell_accepts(done.stdout, tmp_path)
 
 
@@ -149,7 +150,7 @@ def test_slurm_script_turns_statuses_into_requeues(tmp_path):
     cluster_tests does the same with SLURM itself; this runs on every machine.
     """
     for name, body in {
-        "srun": 'echo "$@" >> calls; read -r status < statuses; sed -i 1d statuses; exit "$status"',
+        "srun": 'echo "$RLCB_JOB $@" >> calls; read -r status < statuses; sed -i 1d statuses; exit "$status"',
         "scontrol": 'echo "scontrol $@" >> calls',
         "sleep": ":",
     }.items():
@@ -170,16 +171,20 @@ def test_slurm_script_turns_statuses_into_requeues(tmp_path):
 
     status, calls = run(0)
     assert (status, len(calls)) == (0, 1)
-    assert calls[0].endswith("--master-port 20007 --overwrite")
+    assert "--overwrite" in calls[0]
+    assert calls[0].endswith("--master-port 20007")
     status, calls = run(1, 1, 0)
-    assert (status, len(calls)) == (0, 3)
-    assert [call.split()[-1] for call in calls] == ["--overwrite", "--resume", "--resume"]
+    assert (status, len(set(calls)), len(calls)) == (0, 1, 3), "an attempt finds out by itself what it goes on with"
+    assert calls[0].startswith(f"{command.job}-20007 "), "by this name"
     assert run(1, 1, 1)[0] == 1
     assert run(2) == (2, run(2)[1])
     assert len(run(2)[1]) == 1, "a wrong input is not tried again"
+    assert len(run(1, 2, 0)[1]) == 3, "what was right at first is a port that is taken, a disk that cannot be read"
+    assert len(run(2, 0, restarts=1)[1]) == 2
+    assert "--wait=0" in calls[0], "a task that has ended well does not hurry one that is still writing"
     for preempted in (138, 143):
         status, calls = run(preempted, restarts=1)
-        assert calls[0].endswith("--resume")
+        assert calls[0].startswith(f"{command.job}-20007 "), "the same name after a requeue"
         assert calls[1:] == ["scontrol requeue 20007"]
 
 
@@ -189,16 +194,64 @@ def test_hosts(tmp_path):
     assert read_hosts(str(file)) == [Host("me@a", "10.0.0.1", 4), Host("b", "b")]
     assert read_hosts("a,b") == [Host("a", "a"), Host("b", "b")]
     file.write_text("a slots=4")
-    with pytest.raises(UserError, match="slots=4 is not understood"):
+    with pytest.raises(UserError, match="'slots=4' is not understood"):
         read_hosts(str(file))
 
 
+SLURM_TIMES = {
+    "45": 2700, "10:30": 630, "08:30:00": 30600, "100:00:00": 360_000, "2-12": 216_000, "1-02:30": 95_400,
+    "1-02:00:30": 93_630, "90:00": 5400,
+}  # fmt: skip
+PBS_TIMES = {
+    "3600": 3600,
+    "90": 90,
+    "10:30": 630,
+    "01:00:00": 3600,
+    "100:00:00": 360_000,
+    "3600.500": 3600,
+    "00:90:00": 5400,
+}
+
+
+@pytest.fixture
+def dry_run(capsys):
+    """(exit status, script, errors) of `rlcb launch SYSTEM`."""
+
+    def run(system, *args, train=("--output-dir", "runs/a")):
+        try:
+            status = cli.main(["launch", system, "--nodes", "2", "--dry-run", *args, "--", "train", *train])
+        except SystemExit as end:  # argparse
+            status = end.code
+        return (status, *capsys.readouterr())
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("08:30:00", 30600), ("45", 2700), ("10:30", 630), ("1-02:00:00", 93600), ("2-12", 216000)],
+    ("system", "text", "expected"),
+    [("slurm", *item) for item in SLURM_TIMES.items()] + [("pbs", *item) for item in PBS_TIMES.items()],
 )
-def test_time_limits_are_read_as_the_batch_systems_do(text, expected):
-    assert jobs.seconds(text) == expected
+def test_a_time_limit_is_read_by_the_systems_own_rules(system, text, expected, dry_run):
+    """Bug 10: a number alone is minutes for SLURM, seconds for PBS; the script has a form that means one for both."""
+    status, script, _ = dry_run(system, f"--time={text}")
+    assert status == 0
+    warning = min(120, expected // 2)
+    hours, minutes, seconds = re.search(r"(?:--|wall)time=(\d+):(\d\d):(\d\d)\n", script).groups()
+    assert int(hours) * 3600 + int(minutes) * 60 + int(seconds) == expected
+    if system == "slurm":
+        assert f"#SBATCH --signal=USR1@{warning}\n" in script
+    else:
+        assert f"    sleep {expected - warning} &" in script
+
+
+@pytest.mark.parametrize("system", ["slurm", "pbs"])
+@pytest.mark.parametrize(
+    "text", ["soon", "", "1:2:3:4", "-5", "0", "00:00:00", "1h", "1:", ":1", "\u00b2", "1\n2", "1e3"]
+)
+def test_a_time_that_is_none_is_refused(system, text, dry_run):
+    status, script, errors = dry_run(system, f"--time={text}")
+    assert (status, script) == (2, "")
+    assert "--time" in errors
 
 
 def test_where_a_node_is():

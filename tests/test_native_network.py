@@ -94,7 +94,7 @@ def relative_error(ours, theirs):
 @needs_native
 @pytest.mark.parametrize(
     ("channels", "hidden_size", "size", "batch"),
-    [((16, 32, 32), 256, 64, 5), ((32, 64, 64), 256, 64, 2), ((16,), 32, 32, 33), ((48, 16), 64, 32, 17)],
+    [((16, 32, 32), 256, 64, 5), ((32, 64, 64), 256, 64, 2), ((16,), 32, 32, 33), ((48, 80), 64, 32, 17)],
 )
 def test_equals_the_same_computation_in_torch(channels, hidden_size, size, batch):
     model = build_model("impala", channels, hidden_size, size)
@@ -106,7 +106,7 @@ def test_equals_the_same_computation_in_torch(channels, hidden_size, size, batch
     assert relative_error(out, expected) < 0.003
     gradients = torch.autograd.grad(expected, parameters, grad)
     for parameter, theirs in zip(parameters, gradients, strict=True):
-        assert torch.cosine_similarity(parameter.grad.flatten().double(), theirs.flatten().double(), dim=0) > 0.99
+        assert torch.cosine_similarity(parameter.grad.flatten().double(), theirs.flatten().double(), dim=0) > 0.98
     with torch.inference_mode():
         assert torch.equal(model.native_trunk(observations), out)
 
@@ -214,6 +214,20 @@ def test_a_machine_without_samples_of_a_minibatch_adds_nothing():
 
 
 @needs_native
+def test_of_a_pass_with_nan_nothing_is_left():
+    """Where tiles read behind an image that is smaller than the one before it in the same memory."""
+    model = build_model("impala", (16, 16), 32, 32)
+    parameters, observations, found = parameters_of(model), images(2, 32), []
+    for factor in (1.0, math.nan, 1.0):
+        model.zero_grad()
+        model.weights_changed()
+        model.native_trunk(observations).backward(torch.full((2, 32), factor))
+        found.append([parameter.grad.clone() for parameter in parameters])
+    assert all(gradient.isnan().any() for gradient in found[1])
+    assert all(torch.equal(*pair) for pair in zip(found[0], found[2], strict=True))
+
+
+@needs_native
 @pytest.mark.parametrize("for_training", [True, False])
 def test_a_forward_pass_in_between_is_noticed(for_training):
     model = build_model()
@@ -258,9 +272,12 @@ def test_the_code_for_amx_agrees_with_torch_too(tmp_path, architecture):
     subprocess.run(["cc", *build.FLAGS, "-include", str(header), str(file), "-o", str(library)], check=True)
     emulated = ctypes.CDLL(str(library))
     assert network.agrees_with_torch(emulated, source)
-    model = build_model(architecture)
-    batch, channels = {"impala": (1, [16, 32, 32]), "nature": (9, [32, 64, 64])}[architecture]  # groups of 8, or single
+    batch, channels = {"impala": (1, [48, 16]), "nature": (9, [32, 64, 64])}[architecture]  # odd blocks; groups of 8
+    model = build_model(architecture, channels)
     observations, parameters = images(batch), parameters_of(model)
+    with torch.no_grad():  # every unit is far from zero: one that rounding switches on or off has another gradient
+        parameters[-1].copy_(2.0 - 4.0 * (torch.arange(len(parameters[-1])) % 2))
+    model.weights_changed()
     results = []
     for trunk in (model.native_trunk, network._make(emulated, source, (64, 64, 3), channels, parameters)):
         model.zero_grad()

@@ -13,8 +13,8 @@ import processes
 import psutil
 import pytest
 import torch
-from conftest import ROOT, environment, needs_native, rlcb
-from processes import workers_of
+from conftest import ROOT, environment, needs_native, rlcb, started_with
+from processes import wait_for_line, workers_of
 
 from rl_cluster_benchmark.execution.shared import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
@@ -146,8 +146,7 @@ def test_many_workers_do_the_same_maths_as_one(algorithm, tmp_path):
             torch.testing.assert_close(state["model"][key], tensor, atol=2e-5, rtol=1e-3, msg=f"{name}: {key}")
         scale = state["algorithm"]["reward_normalizer"]
         assert scale == pytest.approx(reference["algorithm"]["reward_normalizer"]), name
-        episodes = state["progress"]["episodes"]
-        assert episodes["count"] == reference["progress"]["episodes"]["count"], "the episodes of all workers count"
+        assert state["progress"]["episodes"] == reference["progress"]["episodes"], "those of all, as they ended"
 
 
 @needs_native
@@ -248,6 +247,7 @@ def test_resumed_workers_share_what_the_checkpoint_holds(tmp_path):
     assert train(output, *SHARED, timesteps=1000).returncode == 0
     final = output / "checkpoints" / "ppo_parallel_final.pt"
     before = checkpoint.load(final)
+    started_with(output, "training.learning_rate", 1e-38)
     assert train(output, "--resume", *SHARED, "--learning-rate", "1e-38", timesteps=2000).returncode == 0
     after = checkpoint.load(final)
     assert after["progress"]["updates"] > before["progress"]["updates"]
@@ -263,6 +263,20 @@ def test_duration(tmp_path):
     summary = json.loads((tmp_path / "run" / "training_summary.json").read_text())
     assert summary["duration_hours"] * 3600 == pytest.approx(2, abs=1)
     assert summary["state"] == "finished"
+
+
+def test_a_parent_that_was_stopped_hears_of_an_update_before_all_have_started(start, tmp_path):
+    output = tmp_path / "run"
+    process = start(output)
+    wait_for_line("Worker 0 started", process)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4)  # all workers meet, and train
+    process.send_signal(signal.SIGCONT)
+    wait_for_updates(output, 4, process)
+    process.send_signal(signal.SIGTERM)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, text
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize("moment", range(3))
@@ -310,8 +324,9 @@ def test_a_signal_ends_all_workers_at_the_same_update(number, start, tmp_path):
     assert "State: interrupted" in text
     assert_gone(workers)
     lines = metrics(output)
+    started_with(output, "training.n_epochs", 1)
     done = rlcb("train", "--mode", "parallel", "--resume", "--output-dir", output,
-                "--total-timesteps", lines[-1]["step"] + 500, "--set", "training.n_epochs=1")  # fmt: skip
+                "--total-timesteps", lines[-1]["step"] + 500)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [line["update"] for line in metrics(output)] == list(range(1, len(metrics(output)) + 1))
 
@@ -327,6 +342,7 @@ def test_a_workers_error_is_reported_as_its_own(tmp_path):
 def test_nan_in_one_worker_stops_all(tmp_path, how):
     output = tmp_path / "run"
     assert train(output, *how, timesteps=1000).returncode == 0
+    started_with(output, "training.learning_rate", 1e38)
     done = train(output, "--resume", *how, "--learning-rate", "1e38", timesteps=4000)
     assert done.returncode == 1
     assert "became NaN or infinite" in done.stderr
@@ -428,6 +444,39 @@ def test_a_failure_does_not_drown_what_was_said_before(tmp_path):
         env=env, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout.strip() == "NaN True", done.stderr
+
+
+UNDYING = """
+import time
+import work
+from rl_cluster_benchmark.execution import workers
+if __name__ == '__main__':
+    workers.SECONDS_TO_DIE = 0.2
+    try:
+        with workers.WorkerPool(work.work, 1, (), (None,)) as pool:
+            for rank, message in pool.messages(lambda: None):
+                pool.processes[0].kill = lambda: None  # as the kernel, which cannot end what waits for a disk
+                print(message, flush=True)
+                raise workers.TrainingFailedError('failed')
+    except workers.TrainingFailedError as error:
+        print(error, flush=True)
+"""
+UNDYING_WORK = """
+import time
+def work(rank, connection):
+    connection.send(('message', 'at work'))
+    time.sleep(600)
+"""
+
+
+def test_a_worker_that_cannot_die_is_not_waited_for(tmp_path):
+    """When this process has ended, the kernel ends the worker as soon as it can."""
+    (tmp_path / "work.py").write_text(UNDYING_WORK)
+    (tmp_path / "pool.py").write_text(UNDYING)
+    env = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, tmp_path / "pool.py"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["at", "work", "failed"], done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_shared_memory_has_no_name():

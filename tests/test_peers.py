@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,9 +24,12 @@ import network  # noqa: E402
 import results  # noqa: E402
 import run  # noqa: E402
 import score  # noqa: E402
+import train_ours  # noqa: E402
 from job import JOBS  # noqa: E402
+from rl_cluster_benchmark import config_files  # noqa: E402
 from rl_cluster_benchmark.config import HardwareConfig, ModelConfig  # noqa: E402
 from rl_cluster_benchmark.models import make_model  # noqa: E402
+from rl_cluster_benchmark.run import checkpoint  # noqa: E402
 
 JOB = JOBS["a2c"]
 
@@ -126,6 +130,21 @@ def test_our_own_row_does_the_job(tmp_path: Path) -> None:
     assert row["ours_over_it"] == 1
     assert set(row["differs"]) <= {"precision"}  # bfloat16 where the machine has it
     assert row["facts"]["samples_per_step"] == pytest.approx(3, rel=0.05)
+
+
+def test_a_step_of_impala_has_whole_unrolls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples are those of the unrolls that all learners take, whatever batch_size asks for."""
+    changes = {"algorithm": "impala", "mode": "parallel", "env.num_envs": 12, "impala.num_learners": 3,
+               "training.n_steps": 20, "training.batch_size": 128}  # fmt: skip
+    config = config_files.load(None, changes)
+    state = {"config": config_files.to_dict(config), "progress": {"steps": 1200}, "model": {},
+             "algorithm": {"optimizer": {"steps": 10}}}  # fmt: skip
+    summary = {"num_workers": 4, "num_learners": 3, "precision": "float32", "engine": "torch", "versions": {}}
+    (tmp_path / "training_summary.json").write_text(json.dumps(summary))
+    monkeypatch.setattr(checkpoint, "load", lambda path: state)
+    told: dict[str, Any] = {}
+    train_ours.tell(tmp_path, tmp_path / "final.pt", SimpleNamespace(facts=told.update))  # type: ignore[arg-type]
+    assert told["samples_per_step"] == pytest.approx(10 * 6 * 20 / 1200), "two unrolls of twenty steps for each learner"
 
 
 def facts(**changes: Any) -> dict[str, Any]:

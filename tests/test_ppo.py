@@ -245,6 +245,25 @@ def test_flat_optimizers_are_torchs(flat, torchs):
     torch.testing.assert_close(parameters, reference.detach())
 
 
+def test_rmsprop_with_bias_correction_is_its_definition():
+    """square_n = sum of (1 - alpha) alpha^(n - i) g_i^2, over the sum of its weights."""
+    torch.manual_seed(0)
+    start = torch.randn(100, dtype=torch.float64)
+    parameters, gradient = start.clone(), torch.zeros(100, dtype=torch.float64)
+    ours = RMSprop(parameters, gradient, eps=1e-3, alpha=0.9, bias_correction=True)
+    expected, gradients = start.clone(), []
+    for number in range(1, 9):
+        gradients.append(torch.randn(100, dtype=torch.float64))
+        gradient.copy_(gradients[-1])
+        ours.step(0.1)
+        weights = [0.1 * 0.9 ** (number - i) for i in range(1, number + 1)]
+        square = sum(weight * g.square() for weight, g in zip(weights, gradients, strict=True)) / sum(weights)
+        expected -= 0.1 * gradients[-1] / (square.sqrt() + 1e-3)
+        if number == 1:
+            assert float((parameters - start).abs().max()) <= 0.1, "the first step is one learning rate long"
+    torch.testing.assert_close(parameters, expected)
+
+
 def adam(parameters, gradient):
     return Adam(parameters, gradient, eps=1e-5)
 

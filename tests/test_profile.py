@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +16,14 @@ from rl_cluster_benchmark import config_files, hardware
 from rl_cluster_benchmark.algorithms.minibatch import Batch, Moments
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.algorithms.reduction import Alone
+from rl_cluster_benchmark.analysis.runs import load_run
 from rl_cluster_benchmark.models import ActorCritic, make_model
-from rl_cluster_benchmark.profile_run import cost, peak, verdict
+from rl_cluster_benchmark.profile_run import cost, finished, peak, verdict
 from rl_cluster_benchmark.profile_run.cost import Cost
 from rl_cluster_benchmark.profile_run.figures import Process, Profile
 from rl_cluster_benchmark.profile_run.passes import IN_C, WHOLE_PASS, Passes
 from rl_cluster_benchmark.profile_run.peak import Peak
+from rl_cluster_benchmark.profile_run.run import _cpu_of_all
 from rl_cluster_benchmark.run.directory import RunDirectory
 
 QUICK = ("--env", "Catch-v0", "--seconds", 1, "--no-peak", "--set", "hardware.num_threads=1")
@@ -228,6 +231,23 @@ def test_verdicts(processes, changes, bottleneck, words):
     assert 2 <= len(found.sentences) <= 3
 
 
+def test_what_the_runs_own_parents_take_is_not_by_anything_else():
+    """The parent of the workers, and the server that starts them, are of the run."""
+    profile = replace(make(process(cpu=0.8), cores=(0.9, 0.5)), parents_cpu=0.5)
+    assert profile.own_cpu == pytest.approx(1.3)
+    assert profile.others_cpu == pytest.approx(0.1)
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before, began = _cpu_of_all(), time.monotonic()
+        while _cpu_of_all()[child.pid] <= before.get(child.pid, 0.0):
+            assert time.monotonic() - began < 60
+            time.sleep(0.05)
+        assert os.getpid() in before
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_advice_follows_the_config():
     slow = make(process(update=1.0), precision="float32", engine="torch", cores=(1.0, 1.0))
     found = verdict.judge(slow, config_files.load(None, {"mode": "sequential"}), MACHINE)
@@ -288,6 +308,22 @@ def test_an_impala_run_that_is_over(tmp_path):
     assert "learners wait 60% of their time for experience (actors: 4, learners: 1)" in done.stdout
     assert "the environments (50%) and to inference (40%)" in done.stdout
     assert rlcb("profile", "--of", tmp_path / "nothing").returncode == 2
+
+
+def test_an_impala_run_of_several_machines_that_is_over(tmp_path):
+    """The config tells of one machine's learners, the summary of all."""
+    shares = {"env": 0.25, "inference": 0.15, "update": 0.2, "communication": 0.1, "waiting": 0.1, "other": 0.2}
+    changes = {"algorithm": "impala", "mode": "distributed", "impala.num_learners": 2, "cluster.num_workers": 2}
+    write_run(tmp_path, changes, shares, learner_idle=0.1, actor_idle=0.1)
+    for name, learners in (("as it is", 4), ("without it", None)):
+        file = tmp_path / "training_summary.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"num_learners": learners}))
+        run = load_run(tmp_path)
+        learner, actor = ([p for p in finished._processes(run, 4.0) if p.role == role] for role in ("learner", "actor"))
+        assert (len(learner), len(actor)) == (4, 4), name
+        assert learner[0].shares["update"] == pytest.approx(0.4), name
+        for phase, share in shares.items():
+            assert sum(p.shares[phase] for p in learner + actor) / 8 == pytest.approx(share), (name, phase)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ import torch
 from conftest import rlcb
 
 from rl_cluster_benchmark import cli, config_files, hardware
-from rl_cluster_benchmark.execution.data_parallel import WorkerCourse
+from rl_cluster_benchmark.execution.data_parallel import WorkerCourse, episode_table
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.shared import SharedTensors
-from rl_cluster_benchmark.scaling import inputs, model
+from rl_cluster_benchmark.scaling import inputs, model, projection
 from rl_cluster_benchmark.scaling.model import Network, Spread, Work
 from rl_cluster_benchmark.scaling.runs import Rate
 from rl_cluster_benchmark.timing import PHASES
@@ -160,7 +161,7 @@ def test_the_model_counts_the_sums_that_an_update_makes():
         "env.name": "Catch-v0", "env.num_envs": 8, "training.n_steps": 16, "training.batch_size": 32,
         "training.n_epochs": 3, "training.total_timesteps": 250, "training.normalize_reward": True,
     })  # fmt: skip
-    shared = SharedTensors({"order": ((1,), torch.int64), "episodes": ((1, 8 * 16 + 1, 2), torch.float32)})
+    shared = SharedTensors({"order": ((1,), torch.int64), "episodes": episode_table(1, 8 * 16)})
     nothing = {"steps": 0, "updates": 0, "elapsed": 0.0, "phase_seconds": dict.fromkeys(PHASES, 0.0)}
     reduce = Counting()
     course = WorkerCourse(0, Nobody(), config, shared, nothing)
@@ -188,6 +189,39 @@ def test_work_is_divided_as_it_was_measured():
     assert work.seconds == pytest.approx(2.0)
     assert work.small_sums == 5.5
     assert inputs.spread_from(rate) == Spread(0.0, 0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "passes", "batch", "steps"),
+    [
+        ("ppo", 1, 32, 4 * 4),
+        ("a2c", 1, 8 * 16, 1),
+        ("a3c", 1, 2 * 16, 1),
+        ("impala", 1, 2 * 16, 4),
+        ("impala", 3, 2 * 16, 3 * 4),
+    ],
+)
+def test_a_step_has_the_samples_that_it_learns_from(algorithm, passes, batch, steps):
+    """Eight environments of four workers: A3C's step alone, IMPALA's learners take two unrolls a step."""
+    config = config_files.load(None, {
+        "algorithm": algorithm, "mode": "parallel", "env.name": "Catch-v0", "env.num_envs": 8, "training.n_steps": 16,
+        "training.batch_size": 32, "training.n_epochs": 4, "impala.passes": passes,
+    })  # fmt: skip
+    summary = {"num_envs": 8, "num_workers": 4, "num_learners": 2 if algorithm == "impala" else 0}
+    shares = dict.fromkeys(("update", "communication", "waiting"), 0.2)
+    rate = Rate(100.0, 5, 10.0, shares, 0.0, summary)
+    assert inputs.work_from(config, rate).minibatches == steps
+    assert inputs.optimizer_steps(config, summary) == (batch, steps)
+
+
+@pytest.mark.parametrize("algorithm", ["PPO", "IMPALA"])
+def test_machines_that_step_alone_keep_their_minibatch(algorithm):
+    measured = inputs.Measured(WORK, Spread(), SLOW, 8, 256, {"algorithm": algorithm})
+    settings = projection.Settings([1, 16], 1.0, Path(), False, None, None, None, None, None)
+    rows = projection.make_report(measured, settings)["rows"]
+    sizes = {row["strategy"]: row["minibatch"] for row in rows if row["nodes"] == 16}
+    together = {"allreduce": 16 * 256, "allreduce bfloat16": 16 * 256, "local_sgd": 256}
+    assert sizes == ({"async": 256} | (together if algorithm == "PPO" else {}))
 
 
 @pytest.fixture(scope="module")

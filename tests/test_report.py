@@ -12,7 +12,8 @@ from run_copies import copy_run, evaluate_as
 
 from rl_cluster_benchmark.analysis.comparison import Comparison
 from rl_cluster_benchmark.analysis.report import html, markdown
-from rl_cluster_benchmark.video import Recorder
+from rl_cluster_benchmark.analysis.runs import load_run
+from rl_cluster_benchmark.video import Recorder, clip_mark
 
 COINRUN, MAZE = "procgen-coinrun-v0", "procgen-maze-v0"
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"`"
@@ -31,7 +32,7 @@ def report(cells, tmp_path_factory):
     recorder = Recorder(folder / "runs" / f"ppo_parallel_{COINRUN}_2" / "clip.webp")
     for _ in range(5):
         recorder(np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), dtype=np.uint8))
-    recorder.close()
+    recorder.close(clip_mark(load_run(recorder.path.parent).summary.checkpoint.digest, "trained"))
     done = rlcb("report", folder / "runs", "--output-dir", folder / "out", "--title", "Two games")
     assert done.returncode == 0, done.stderr
     return folder / "out" / "report.html"
@@ -47,7 +48,8 @@ def test_it_holds_every_section_and_every_run(report):
         assert text in page, text
     assert page.count("<details>") == 12
     assert page.count("rlcb train --config ") == 12
-    assert page.count("n_epochs:") == 12
+    assert page.count("n_steps:") == 12
+    assert page.count("n_epochs:") == 8, "A2C does not use it"
     assert "one seed" not in page
 
 

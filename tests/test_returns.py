@@ -62,11 +62,11 @@ def test_lambda_one_gives_the_discounted_return():
     torch.testing.assert_close(returns.squeeze(), torch.tensor([1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4]))
 
 
-def vtrace_by_definition(unroll, gamma, clip_rho, clip_c, clip_pg_rho):
+def vtrace_by_definition(unroll, gamma, vtrace_lambda, clip_rho, clip_c):
     """Equation 1 of Espeholt et al. (2018) as it stands: a sum over the steps that follow, each with its product.
 
-    v_s = V(x_s) + sum_t gamma^(t-s) (prod_{i=s}^{t-1} c_i) rho_t (r_t + gamma V(x_{t+1}) - V(x_t)), and the policy
-    gradient's rho_s (r_s + gamma v_{s+1} - V(x_s)).
+    v_s = V(x_s) + sum_t gamma^(t-s) (prod_{i=s}^{t-1} lambda c_i) rho_t (r_t + gamma V(x_{t+1}) - V(x_t)), and the
+    advantage r_s + gamma (lambda v_{s+1} + (1 - lambda) V(x_{s+1})) - V(x_s).
     """
     rhos, values = np.exp(unroll["log_rhos"].numpy()), unroll["values"].numpy()
     rewards, following = unroll["rewards"].numpy(), np.concatenate([values, unroll["last_values"][None].numpy()])
@@ -76,16 +76,17 @@ def vtrace_by_definition(unroll, gamma, clip_rho, clip_c, clip_pg_rho):
     for n in range(envs):
         for s in range(steps):
             for t in range(s, steps):
-                product = np.prod([min(clip_c, rhos[i, n]) for i in range(s, t)])
+                product = np.prod([vtrace_lambda * min(clip_c, rhos[i, n]) for i in range(s, t)])
                 bootstrap = 0.0 if terminated[t, n] else following[t + 1, n]
                 delta = min(clip_rho, rhos[t, n]) * (rewards[t, n] + gamma * bootstrap - values[t, n])
                 targets[s, n] += gamma ** (t - s) * product * delta
                 if terminated[t, n] or truncated[t, n]:
                     break
         for s in range(steps):
-            after = following[s + 1, n] if truncated[s, n] else targets[s + 1, n]
+            mixed = vtrace_lambda * targets[s + 1, n] + (1 - vtrace_lambda) * following[s + 1, n]
+            after = following[s + 1, n] if truncated[s, n] else mixed
             after = 0.0 if terminated[s, n] else after
-            advantages[s, n] = min(clip_pg_rho, rhos[s, n]) * (rewards[s, n] + gamma * after - values[s, n])
+            advantages[s, n] = rewards[s, n] + gamma * after - values[s, n]
     return targets[:-1], advantages
 
 
@@ -104,29 +105,32 @@ def random_unroll(seed, steps=12, envs=4):
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("clips", [(1.0, 1.0, 1.0), (2.0, 0.5, 1.3), (0.7, 1.5, 4.0), (1e9, 1e9, 1e9)])
-def test_vtrace_is_its_definition(seed, clips):
+@pytest.mark.parametrize("clips", [(1.0, 1.0), (2.0, 0.5), (0.7, 1.5), (1e9, 1e9)])
+@pytest.mark.parametrize("vtrace_lambda", [1.0, 0.9, 0.0])
+def test_vtrace_is_its_definition(seed, clips, vtrace_lambda):
     unroll = random_unroll(seed)
-    clip_rho, clip_c, clip_pg_rho = clips
-    targets, advantages = vtrace(**unroll, gamma=0.97, clip_rho=clip_rho, clip_c=clip_c, clip_pg_rho=clip_pg_rho)
-    expected_targets, expected_advantages = vtrace_by_definition(unroll, 0.97, *clips)
+    clip_rho, clip_c = clips
+    targets, advantages = vtrace(**unroll, gamma=0.97, vtrace_lambda=vtrace_lambda, clip_rho=clip_rho, clip_c=clip_c)
+    expected_targets, expected_advantages = vtrace_by_definition(unroll, 0.97, vtrace_lambda, *clips)
     np.testing.assert_allclose(targets, expected_targets, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(advantages, expected_advantages, rtol=1e-9, atol=1e-9)
 
 
-def test_on_policy_vtrace_is_the_n_step_return():
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.5, 0.0])
+def test_on_policy_vtrace_with_lambda_is_gae(lam):
+    """With lambda = 1 these are the n-step returns."""
     unroll = random_unroll(1) | {"log_rhos": torch.zeros(12, 4).double()}
-    targets, advantages = vtrace(**unroll, gamma=0.9, clip_rho=1.0, clip_c=1.0, clip_pg_rho=1.0)
+    targets, advantages = vtrace(**unroll, gamma=0.9, vtrace_lambda=lam, clip_rho=1.0, clip_c=1.0)
     del unroll["log_rhos"]
-    n_step_advantages, n_step_returns = gae(**unroll, gamma=0.9, gae_lambda=1.0)
-    torch.testing.assert_close(targets, n_step_returns)
-    torch.testing.assert_close(advantages, n_step_advantages)
+    expected_advantages, expected_targets = gae(**unroll, gamma=0.9, gae_lambda=lam)
+    torch.testing.assert_close(targets, expected_targets)
+    torch.testing.assert_close(advantages, expected_advantages)
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_vtrace_in_pieces_from_the_end_is_vtrace_of_the_whole(cut):
     unroll = random_unroll(cut, envs=9)
-    clips = {"gamma": 0.97, "clip_rho": 1.1, "clip_c": 0.9, "clip_pg_rho": 1.3}
+    clips = {"gamma": 0.97, "vtrace_lambda": 0.95, "clip_rho": 1.1, "clip_c": 0.9}
     whole = vtrace(**unroll, **clips)
     per_step = ("log_rhos", "rewards", "values", "terminated", "truncated")
     late = vtrace(**{name: unroll[name][cut:] for name in per_step}, last_values=unroll["last_values"], **clips)

@@ -48,7 +48,7 @@ def test_the_reset_transition_is_not_experience():
     assert rollout.valid[:, 0].tolist() == [True, True, True, False, True, True, False, True]
     assert rollout.valid[:, 1].tolist() == [True] * 5 + [False] + [True] * 2
     assert rollout.num_steps == 13
-    assert rollout.episodes == [Episode(6.0, 3), Episode(8.0, 5), Episode(10.0, 2)]
+    assert rollout.episodes == [Episode(6.0, 3, 2, 0), Episode(8.0, 5, 4, 1), Episode(10.0, 2, 5, 0)]
 
 
 def test_a_reset_on_the_border_of_two_rollouts_is_masked_in_the_second():
@@ -58,7 +58,7 @@ def test_a_reset_on_the_border_of_two_rollouts_is_masked_in_the_second():
     assert first.valid.all()
     second = collecting.collect(1, never)
     assert second.valid[:, 0].tolist() == [False, True, True]
-    assert second.episodes == [Episode(8.0, 5), Episode(10.0, 2)]
+    assert second.episodes == [Episode(8.0, 5, 1, 1), Episode(10.0, 2, 2, 0)]
 
 
 def test_truncation_bootstraps_from_the_true_last_frame_and_termination_from_nothing():
@@ -127,3 +127,16 @@ def test_an_environments_noise_does_not_depend_on_its_neighbours():
 
 def test_asked_to_stop_it_drops_the_rollout():
     assert collector(4).collect(0, lambda: True) is None
+
+
+def test_a_time_limit_may_be_an_end_without_a_bootstrap():
+    collecting = collector(8)
+    collecting.time_limit = "terminal"
+    rollout = collecting.collect(0, never)
+    assert not rollout.truncated.any()
+    assert rollout.terminated[:, 0].tolist() == [t in (2, 5) for t in range(8)]
+    advantages, _ = targets(rollout, gamma=0.5, gae_lambda=0.0)
+    assert float(advantages[5, 0]) == 5 - 110, "nothing is added for the last frame"
+    same = collector(8).collect(0, never)
+    assert rollout.episodes == same.episodes
+    assert torch.equal(rollout.valid, same.valid)

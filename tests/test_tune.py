@@ -81,7 +81,7 @@ def test_what_there_is_to_choose_from(big_machine):
 
 
 def test_splits_of_impala_keep_the_batch(big_machine):
-    changes = {"parallel.num_workers": 5, "impala.num_learners": 11, "impala.num_actors": None}
+    changes = {"mode": "parallel", "parallel.num_workers": 5, "impala.num_learners": 11, "impala.num_actors": None}
     config = config_files.load("impala_procgen", changes)
     space = Space(config, MACHINE)
     splits = {(s.layout.workers, s.layout.learners): space.tuned(s).unrolls_per_step for s in space.settings}
@@ -202,6 +202,12 @@ def test_equals_change_nothing(big_machine):
     assert choose(space, tried[1:3]).setting == space.settings[1]
     assert choose(space, []) is None
     assert not any("Warning" in line for line in report.sentences(space, tried, tried[0]))
+    for others, words in (
+        (tried[2:3], "nothing tried was faster."),
+        (tried[1:3], "nothing tried was more than 1% faster."),
+        (tried[1:], "came to 2,000 steps/s, but in too few trials to be chosen (1 trial against 3)"),
+    ):
+        assert words in report.sentences(space, [tried[0], *others], tried[0])[1]
     tried[0].rates.append(Rate(700, 1, 4.0, {}, 1.0, {}))
     assert "Warning: its trials differ by 15%" in report.sentences(space, tried, tried[0])[-1]
 

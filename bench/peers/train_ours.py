@@ -90,6 +90,7 @@ def main() -> int:
 
 def tell(folder: Path, saved: Path, report: Report) -> None:
     """What the run itself has counted and used."""
+    from rl_cluster_benchmark import config_files
     from rl_cluster_benchmark.run import checkpoint
 
     state = checkpoint.load(saved)
@@ -101,12 +102,14 @@ def tell(folder: Path, saved: Path, report: Report) -> None:
         f"actors: {summary['num_workers']}, learners: {learners}" if learners else f"workers: {summary['num_workers']}"
     )
     steps, optimizer_steps = state["progress"]["steps"], int(state["algorithm"]["optimizer"]["steps"])
+    samples = training["batch_size"]
+    if learners:  # IMPALA takes whole unrolls, as many for each learner
+        config = config_files.build(state["config"], {}, source="checkpoint")
+        samples = config.unrolls_per_step * config.training.n_steps
     report.facts(
         parameters=sum(tensor.numel() for tensor in state["model"].values()),
         optimizer_steps_per_step=optimizer_steps / steps,
-        samples_per_step=optimizer_steps
-        * training["batch_size"]
-        / steps,  # with the frames after resets, which are masked
+        samples_per_step=optimizer_steps * samples / steps,  # with the frames after resets, which are masked
         num_envs=env["num_envs"],
         levels=f"{game} {env['distribution_mode']}, {env['num_levels']} from {env['start_level']}",
         reward=NORMALISED if training["normalize_reward"] else RAW,

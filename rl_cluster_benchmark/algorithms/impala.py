@@ -1,28 +1,27 @@
 """IMPALA (Espeholt et al., 2018): an actor-critic that corrects with V-trace for experience of an older policy.
 
-As in the paper the loss is a sum over the samples, not a mean: `impala.max_grad_norm` is to be read so.
+With `impala.clip_range` the policy's loss is PPO's clipped one on V-trace's advantages, which is known as APPO.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.algorithms.bad_numbers import mean_of, report
-from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.minibatch import Losses
+from rl_cluster_benchmark.algorithms.learner import Learner, is_finite
+from rl_cluster_benchmark.algorithms.minibatch import EPSILON, Losses
 from rl_cluster_benchmark.algorithms.on_policy import STATS, explained_variance, learning_rate
-from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.algorithms.optimizers import optimizer_of
 from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import vtrace
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
-from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.config import Config, ImpalaConfig
 from rl_cluster_benchmark.models import ActorCritic
 from rl_cluster_benchmark.rollout import Rollout
 from rl_cluster_benchmark.seeding import stream
@@ -67,6 +66,45 @@ class Unrolls:
         )
 
 
+class RunningMoments:
+    """The mean and the deviation of the advantages of recent steps of the optimiser, each step weighted by its samples.
+
+    All learners that take a step together add the same sums, so all have the same moments. Before the first step the
+    mean is 0 and the deviation 1.
+    """
+
+    DECAY = 0.95  # a step: about twenty steps count
+
+    def __init__(self) -> None:
+        self.sums = [0.0, 0.0, 0.0]  # samples, advantages, squares of advantages
+
+    def add(self, *sums: float) -> None:
+        self.sums = [self.DECAY * old + new for old, new in zip(self.sums, sums, strict=True)]
+
+    @property
+    def mean(self) -> float:
+        count, total, _ = self.sums
+        return total / count if count > 0 else 0.0
+
+    @property
+    def deviation(self) -> float:
+        count, _, squares = self.sums
+        return max(0.0, squares / count - self.mean**2) ** 0.5 if count > 0 else 1.0
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"sums": list(self.sums)}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.sums = list(state["sums"])
+
+
+class Targets(NamedTuple):
+    """What the losses of some unrolls aim at, [T, B] each."""
+
+    values: Tensor
+    advantages: Tensor  # as V-trace has them: neither normalised nor weighted
+
+
 def impala_losses(
     now: Pass,
     unrolls: Unrolls,
@@ -74,11 +112,14 @@ def impala_losses(
     last_targets: Tensor,  # [B]
     *,
     gamma: float,
-    clip_rho: float,
-    clip_c: float,
-    clip_pg_rho: float,
-) -> tuple[Losses, Slopes, Tensor]:
-    """(losses per sample, their slopes, value targets), [T, B] each."""
+    hyper: ImpalaConfig,
+    mean: float = 0.0,
+    deviation: float = 1.0,
+) -> tuple[Losses, Slopes, Targets]:
+    """Return (losses per sample, their slopes, what they aim at), [T, B] each.
+
+    `mean` and `deviation` are those that the advantages are normalised with.
+    """
     shape = unrolls.actions.t().shape
 
     def by_step(samples: Tensor) -> Tensor:
@@ -95,19 +136,27 @@ def impala_losses(
         terminated=unrolls.terminated,
         truncated=unrolls.truncated,
         gamma=gamma,
-        clip_rho=clip_rho,
-        clip_c=clip_c,
-        clip_pg_rho=clip_pg_rho,
+        vtrace_lambda=hyper.vtrace_lambda,
+        clip_rho=hyper.vtrace_clip_rho_threshold,
+        clip_c=hyper.vtrace_clip_c_threshold,
     )
-    rhos, errors = log_rhos.exp(), values - targets
+    rhos, errors, clip = log_rhos.exp(), values - targets, hyper.clip_range
+    normalized = (advantages - mean) / deviation
+    if clip is None:
+        slopes = -normalized * rhos.clamp(max=hyper.vtrace_clip_pg_rho_threshold)
+        policy_loss, clipped = log_probs * slopes, rhos > hyper.vtrace_clip_rho_threshold
+    else:
+        loss, clipped_loss = -normalized * rhos, -normalized * rhos.clamp(1 - clip, 1 + clip)
+        slopes = loss.masked_fill(clipped_loss > loss, 0.0)  # the slope of the ratio along log_probs is the ratio
+        policy_loss, clipped = torch.max(loss, clipped_loss), (rhos - 1).abs() > clip
     losses = Losses(
-        policy=-log_probs * advantages,
+        policy=policy_loss,
         value=0.5 * errors.square(),
         entropy=by_step(now.entropy),
         approx_kl=rhos - 1 - log_rhos,  # how far the policy that learns is from the one that acted
-        clipped=(rhos > clip_rho).float(),
+        clipped=clipped.float(),
     )
-    return losses, Slopes(-advantages, errors), targets
+    return losses, Slopes(slopes, errors), Targets(targets, advantages)
 
 
 def by_unroll(samples: Tensor) -> Tensor:
@@ -126,11 +175,12 @@ class Impala:
         self.normalize_rewards = RewardNormalizer(len(env_ids), config.training.gamma, reduce)
         self.learner = Learner(
             model,
-            optimizer=partial(OPTIMIZERS[config.training.optimizer], eps=config.training.adam_eps),
+            optimizer=optimizer_of(config.training),
             max_grad_norm=self.hyper.max_grad_norm,
-            num_stats=len(STATS) + 5,  # and the sums that explained_variance takes
+            num_stats=len(STATS) + 7,  # and the sums that explained_variance and the moments of advantages take
             reduce=reduce,
         )
+        self.moments = RunningMoments()
 
     def update(
         self, rollout: Rollout, *, index: int, progress: float, interrupted: Callable[[], bool]
@@ -145,7 +195,7 @@ class Impala:
         shuffled = stream(self.config.env.seed, "minibatch", index).permutation(num_envs)
         parts = torch.tensor_split(torch.from_numpy(shuffled), max(1, round(num_envs / self.config.unrolls_per_step)))
         steps = []
-        for envs in parts:
+        for envs in [envs for envs in parts for _ in range(self.hyper.passes)]:
             steps.append(self.step(Unrolls.of(rollout, envs.tolist(), rewards), rate))
             if interrupted():
                 break
@@ -170,8 +220,13 @@ class Impala:
 
     def finish(self, rate: float) -> dict[str, float]:
         """Sum over the learners and step; returns the mean losses of all."""
-        *sums, count, total, squares, error, error_squares = self.learner.sum_over_workers()
-        grad_norm = self.learner.step(rate, sums)
+        *sums, count, total, squares, error, error_squares, advantages, advantage_squares = (
+            self.learner.sum_over_workers()
+        )
+        samples = max(1.0, count) if self.hyper.loss == "mean" else 1.0
+        grad_norm = self.learner.step(rate, sums, divisor=samples)
+        if is_finite(*sums, grad_norm, advantages, advantage_squares):  # a step that is left out leaves them alone
+            self.moments.add(count, advantages, advantage_squares)
         losses = {name: value / max(1.0, count) for name, value in zip(STATS, sums, strict=True)}
         return report(losses | {"grad_norm": grad_norm}, self.config.training.on_nan) | {
             "explained_variance": explained_variance(count, total, squares, error, error_squares),
@@ -199,15 +254,16 @@ class Impala:
         observations = unrolls.observations
         flat = observations[0] if len(unrolls) == 1 else torch.cat(list(observations))  # [B * T, ...]
         now = Pass(self.model, flat.to(self.device), by_unroll(unrolls.actions).to(self.device))
-        losses, slopes, targets = impala_losses(
+        normalizing = self.hyper.normalize_advantage
+        losses, slopes, (targets, advantages) = impala_losses(
             now,
             unrolls,
             last_values.cpu(),
             last_targets.cpu(),
             gamma=self.config.training.gamma,
-            clip_rho=self.hyper.vtrace_clip_rho_threshold,
-            clip_c=self.hyper.vtrace_clip_c_threshold,
-            clip_pg_rho=self.hyper.vtrace_clip_pg_rho_threshold,
+            hyper=self.hyper,
+            mean=self.moments.mean if normalizing else 0.0,
+            deviation=self.moments.deviation + EPSILON if normalizing else 1.0,
         )
         weight = unrolls.valid.float()
         now.backward(
@@ -216,13 +272,20 @@ class Impala:
             entropy=by_unroll(-self.hyper.entropy_coef * weight).to(self.device),
         )
         errors = slopes.values
-        seen = (*losses, torch.ones_like(targets), targets, targets.square(), errors, errors.square())
+        predicted = (targets, targets.square(), errors, errors.square())
+        seen = (*losses, torch.ones_like(targets), *predicted, advantages, advantages.square())
         self.learner.stats.add_((torch.stack([x.flatten() for x in seen]) @ weight.flatten()).to(self.device))
         return now.values.view(len(unrolls), -1)[:, 0].cpu(), targets[0]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.learner.state_dict(), "reward_normalizer": self.normalize_rewards.state_dict()}
+        return {
+            "optimizer": self.learner.state_dict(),
+            "reward_normalizer": self.normalize_rewards.state_dict(),
+            "advantages": self.moments.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state["optimizer"])
         self.normalize_rewards.load_state_dict(state["reward_normalizer"])
+        if "advantages" in state:  # absent before there were such
+            self.moments.load_state_dict(state["advantages"])

@@ -95,13 +95,16 @@ class Learner:
         statistics: list[float] = self._total[len(self.flat) :].tolist()
         return statistics
 
-    def step(self, learning_rate: float, losses: Sequence[float] = ()) -> float:
-        """Clip, step, and return the gradient's norm. Where it or a loss is not finite, parameters are left alone."""
+    def step(self, learning_rate: float, losses: Sequence[float] = (), divisor: float = 1.0) -> float:
+        """Divide the gradient, clip it, step, and return its norm.
+
+        Where the norm or a loss is not finite, parameters are left alone.
+        """
         beat()
         total = self._total[: len(self.flat)]
-        norm = float(total.norm())
+        norm = float(total.norm()) / divisor
         if is_finite(*losses, norm):
-            scale = self.max_grad_norm / (norm + 1e-6) if norm > self.max_grad_norm else 1.0
+            scale = (self.max_grad_norm / (norm + 1e-6) if norm > self.max_grad_norm else 1.0) / divisor
             torch.mul(total[self._stepped], scale, out=self.optimizer.gradient)
             self.optimizer.step(learning_rate)
             if self._sharing is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from rl_cluster_benchmark.algorithms.minibatch import (
     Rows,
     Setting,
 )
-from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.algorithms.optimizers import optimizer_of
 from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
 from rl_cluster_benchmark.algorithms.returns import gae
 from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
@@ -56,7 +56,7 @@ class OnPolicyLearner:
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
         self.learner = Learner(
             model,
-            optimizer=partial(OPTIMIZERS[self.hyper.optimizer], eps=self.hyper.adam_eps),
+            optimizer=optimizer_of(self.hyper),
             max_grad_norm=self.hyper.max_grad_norm,
             num_stats=len(STATS) + 1,  # the last one counts workers that were interrupted
             reduce=reduce,

@@ -6,10 +6,14 @@ second of start-up and 90 MB in every process, and nothing here is compiled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from rl_cluster_benchmark.config import TrainingConfig
 
 
 class Optimizer(Protocol):
@@ -51,10 +55,20 @@ class Adam:
 
 
 class RMSprop:
+    """Divide the gradient by the root of its running mean square.
+
+    The mean square starts at zero, so the first step is ten learning rates long for every parameter, whatever its
+    gradient. With `bias_correction` it is divided by what it lacks of its weight, as in Adam: the first step is one
+    learning rate long.
+    """
+
     MOMENTS = ("square_avg",)
 
-    def __init__(self, parameters: Tensor, gradient: Tensor, *, eps: float, alpha: float = 0.99) -> None:
+    def __init__(
+        self, parameters: Tensor, gradient: Tensor, *, eps: float, bias_correction: bool = False, alpha: float = 0.99
+    ) -> None:
         self.parameters, self.gradient, self.eps, self.alpha = parameters, gradient, eps, alpha
+        self.bias_correction = bias_correction
         self.moments = {name: torch.zeros_like(parameters) for name in self.MOMENTS}
         self.steps = torch.zeros((), device=parameters.device)
 
@@ -62,7 +76,17 @@ class RMSprop:
         self.steps += 1
         square_avg = self.moments["square_avg"]
         square_avg.mul_(self.alpha).addcmul_(self.gradient, self.gradient, value=1 - self.alpha)
-        self.parameters.addcdiv_(self.gradient, square_avg.sqrt().add_(self.eps), value=-learning_rate)
+        root = square_avg.sqrt()
+        if self.bias_correction:
+            root.mul_((1 - self.alpha ** float(self.steps)) ** -0.5)
+        self.parameters.addcdiv_(self.gradient, root.add_(self.eps), value=-learning_rate)
+
+
+def optimizer_of(training: TrainingConfig) -> Callable[[Tensor, Tensor], Optimizer]:
+    """Return what makes the optimiser that a config asks for, from the parameters and their gradient."""
+    if training.optimizer == "rmsprop":
+        return partial(RMSprop, eps=training.adam_eps, bias_correction=training.rmsprop_bias_correction)
+    return partial(Adam, eps=training.adam_eps)
 
 
 OPTIMIZERS: dict[str, type[Adam] | type[RMSprop]] = {"adam": Adam, "rmsprop": RMSprop}

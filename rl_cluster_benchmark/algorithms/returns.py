@@ -39,14 +39,17 @@ def vtrace(
     terminated: Tensor,
     truncated: Tensor,
     gamma: float,
+    vtrace_lambda: float,
     clip_rho: float,
     clip_c: float,
-    clip_pg_rho: float,
     last_targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace (Espeholt et al., 2018): (value targets, advantages of the policy gradient), both [T, N].
+    """Return V-trace's (value targets, advantages), both [T, N] (Espeholt et al., 2018).
 
     `log_rhos` is log pi(a) - log mu(a), of the policy that learns over the one that acted. Episodes end as in `gae`.
+    The advantages carry no importance weight of their own step: the policy's loss brings it. `vtrace_lambda` discounts
+    what later steps add to the targets and to the advantages alike, so that on policy both are those of
+    `gae`; 1 is the paper's V-trace.
     `last_targets` are the targets of the step after the last: a long unroll may be worked through from its end in
     pieces, each given the first value and target of the one after it. Without them the last value is its own target.
     """
@@ -56,13 +59,13 @@ def vtrace(
     ended = terminated | truncated
     next_values = torch.cat([values[1:], last_values.unsqueeze(0)])  # [T, N]
     deltas = rhos.clamp(max=clip_rho) * (rewards + gamma * next_values * ~terminated - values)
-    decay = gamma * rhos.clamp(max=clip_c) * ~ended
+    decay = gamma * vtrace_lambda * rhos.clamp(max=clip_c) * ~ended
     last_errors = torch.zeros_like(last_values) if last_targets is None else last_targets - last_values
     errors = from_the_end(deltas, decay, last_errors)  # of the values: targets - values
-    # What follows a step: the next target; after a truncated episode the value of its last frame, which is no step.
-    next_targets = next_values + torch.cat([errors[1:], last_errors.unsqueeze(0)]) * ~ended
-    advantages = rhos.clamp(max=clip_pg_rho) * (rewards + gamma * next_targets * ~terminated - values)
-    return values + errors, advantages
+    # What follows a step: the next value, moved by lambda towards its target; after a truncated episode the value of
+    # its last frame, which is no step and has no target.
+    following = next_values + vtrace_lambda * torch.cat([errors[1:], last_errors.unsqueeze(0)]) * ~ended
+    return values + errors, rewards + gamma * following * ~terminated - values
 
 
 def from_the_end(terms: Tensor, decay: Tensor, last: Tensor) -> Tensor:

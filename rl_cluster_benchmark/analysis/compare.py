@@ -10,7 +10,9 @@ from rl_cluster_benchmark.analysis import tables
 from rl_cluster_benchmark.analysis.comparison import Comparison
 from rl_cluster_benchmark.analysis.comparison_plot import plot_comparison
 from rl_cluster_benchmark.analysis.curves import Axis
+from rl_cluster_benchmark.analysis.plots import picture_file
 from rl_cluster_benchmark.analysis.template import as_template
+from rl_cluster_benchmark.run.output import check_output
 
 FORMATS: dict[str, Callable[[Comparison], str]] = {
     "table": tables.as_table,
@@ -24,6 +26,9 @@ FORMATS: dict[str, Callable[[Comparison], str]] = {
 def compare(
     paths: Sequence[Path], *, output_format: str, plot: Path | None, threshold: float | None, unfinished: bool, x: Axis
 ) -> int:
+    if plot is not None:
+        plot = picture_file(plot)
+        check_output("--output", plot)
     comparison = Comparison.load(paths, unfinished=unfinished, threshold=threshold)
     print(FORMATS[output_format](comparison))
     if output_format not in ("table", "markdown", "json"):  # those name them themselves

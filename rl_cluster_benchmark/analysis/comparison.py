@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -13,14 +14,18 @@ from rl_cluster_benchmark.analysis import published, statistics
 from rl_cluster_benchmark.analysis.groups import Group, Metric, Task, group_runs
 from rl_cluster_benchmark.analysis.runs import LeftOut, RunRecord, load_runs
 from rl_cluster_benchmark.analysis.statistics import Estimate
+from rl_cluster_benchmark.analysis.text import duration, whole
 from rl_cluster_benchmark.errors import UserError
 
 BASES: tuple[tuple[str, str, Metric], ...] = (
     ("test", "evaluation on unseen levels", figures.test_reward),
+    ("all", "evaluation on all levels", figures.all_reward),
     ("train", "evaluation on training levels", figures.train_reward),
     ("training", "last 100 episodes of training", figures.final_reward),
 )
 
+SHOWN_VERSIONS = 3
+ALIKE = 1.1  # times as many steps, or as much time: runs end with a whole update
 SEEDS_FOR_A_WINNER = 3  # with two, a bootstrap names a winner among equals in 8 to 38 of 100 cases (docs/comparing.md)
 
 
@@ -64,17 +69,30 @@ class Comparison:
         return next((g for g in self.groups if g.variant == variant and g.task == task), None)
 
     def speedup(self, group: Group) -> float | None:
-        """Over the same algorithm in sequential mode on the same task, if there is exactly one such group."""
+        """Return the speed over that of the same algorithm in sequential mode on the same task and machine.
+
+        None unless there is exactly one such group.
+        """
         base = [g for g in self.of_task(group.task) if (g.algorithm, g.mode) == (group.algorithm, "sequential")]
-        mine, theirs = group.estimate(figures.fps), base[0].estimate(figures.fps) if len(base) == 1 else None
-        return mine.value / theirs.value if mine and theirs and theirs.value > 0 and group is not base[0] else None
+        if len(base) != 1 or group is base[0] or len(figures.machines([*group.runs, *base[0].runs])) > 1:
+            return None
+        mine, theirs = group.estimate(figures.fps), base[0].estimate(figures.fps)
+        return mine.value / theirs.value if mine and theirs and theirs.value > 0 else None
 
     # Over all games
 
     @property
     def basis(self) -> tuple[str, str, Metric] | None:
-        """Which rewards are compared: the best kind that every run has."""
-        return next((b for b in BASES if all(b[2](run) is not None for run in self.runs)), None)
+        """Return which rewards are compared: the best kind that every run has, with actions chosen in one way."""
+        return next(
+            (
+                basis
+                for basis in BASES
+                if all(basis[2](run) is not None for run in self.runs)
+                and figures.ways_of_acting(self.runs, basis[0]) < 2
+            ),
+            None,
+        )
 
     def scores(self) -> dict[str, list[np.ndarray]]:
         """Variant -> normalised scores [game][seed], on the games that every variant played; empty without ranges."""
@@ -121,9 +139,7 @@ class Comparison:
         return {variant: estimate for variant, estimate in pairs if estimate is not None}
 
     def machines(self) -> list[tuple[str, int | None]]:
-        """(CPU, usable cores) of the machines that the runs name."""
-        seen = ((run.summary.cpu_model, run.summary.usable_cores) for run in self.runs)
-        return list(dict.fromkeys((model, cores) for model, cores in seen if model))
+        return figures.machines(self.runs)
 
     def warnings(self) -> list[str]:
         """What a reader has to know before trusting a comparison of these runs."""
@@ -140,11 +156,66 @@ class Comparison:
             found.append("One seed: no interval. Differences between single runs are not differences of algorithms.")
         elif seeds == 2 and len(self.common_tasks) == 1:
             found.append("Two seeds: the intervals are very wide. A third seed narrows them to about a third.")
-        elif not self.enough_seeds:
+        elif self.common_tasks and not self.enough_seeds:
             found.append(f"{seeds} seeds a game are too few to name a winner over several games.")
-        if len({run.evaluations["train"].deterministic for run in self.runs if "train" in run.evaluations}) > 1:
-            found.append("Some agents were evaluated with sampled actions, others with the likeliest ones.")
+        if not self.common_tasks:
+            found.append("No game was played by all variants: they are not ranked.")
+        return found + self._unequal_training() + self._doubts()
+
+    def _unequal_training(self) -> list[str]:
+        """Tasks on which the variants had neither equally many steps nor equally much time to learn."""
+        found = []
+        for task in self.tasks:
+            groups = self.of_task(task)
+            steps = [fmean(run.summary.total_timesteps for run in group.runs) for group in groups]
+            seconds = [fmean(3600 * run.summary.duration_hours for run in group.runs) for group in groups]
+            if all(max(each) > ALIKE * min(each) for each in (steps, seconds)):
+                found.append(
+                    f"On {task.game} the variants trained for different numbers of steps ({whole(min(steps))} to "
+                    f"{whole(max(steps))}) and different times ({duration(min(seconds))} to "
+                    f"{duration(max(seconds))}): one may have learned more because it had more."
+                )
         return found
+
+    def _doubts(self) -> list[str]:
+        """What keeps the results from being of one kind, or from being known to be of these runs."""
+        found = [f"{run.path}: {doubt}." for run in self.runs for doubt in run.doubts]
+        evaluations = [evaluation for run in self.runs for evaluation in run.evaluations.values()]
+        if len({evaluation.deterministic for evaluation in evaluations}) > 1:
+            found.append("Some agents were evaluated with sampled actions, others with the likeliest ones.")
+        kinds = {levels for run in self.runs for levels in run.evaluations} & {"test", "all"}
+        if any(kinds - run.evaluations.keys() for run in self.runs if run.evaluations) and len(kinds) > 1:
+            found.append("Some agents were evaluated on unseen levels, others on all: those do not compare.")
+        unknown = sum(evaluation.origin is None for evaluation in evaluations)
+        if unknown:
+            found.append(
+                f"{unknown} of {len(evaluations)} evaluations do not say which checkpoint they are of (an older "
+                "version wrote them): each is taken for that of the run in whose directory it lies."
+            )
+        codes = list(dict.fromkeys(code for run in self.runs if (code := _code(run))))
+        if len(codes) > 1:
+            more = f"; and {len(codes) - SHOWN_VERSIONS} more" if len(codes) > SHOWN_VERSIONS else ""
+            shown = "; ".join(codes[:SHOWN_VERSIONS]) + more
+            found.append(f"The runs come from different versions of the program or its libraries: {shown}.")
+        return found + [
+            f"{' and '.join(paths)} have one beginning (a copy went on): they are not independent."
+            for paths in self._same_run()
+        ]
+
+    def _same_run(self) -> list[list[str]]:
+        members: dict[str, list[str]] = {}
+        for run in self.runs:
+            if run.summary.run_id is not None:
+                members.setdefault(run.summary.run_id, []).append(str(run.path))
+        return [paths for paths in members.values() if len(paths) > 1]
+
+
+def _code(run: RunRecord) -> str:
+    """`rl_cluster_benchmark 0.1.0, torch 2.11.0 at commit a6fda55`, as far as the summary says."""
+    known = run.summary.versions
+    versions = ", ".join(f"{name} {known[name]}" for name in sorted(known) if name != "python")
+    commit = run.summary.git_commit
+    return versions + (f" at commit {commit[:7]}{'+' if commit.endswith('+') else ''}" if commit else "")
 
 
 def _threshold(groups: Sequence[Group]) -> float | None:

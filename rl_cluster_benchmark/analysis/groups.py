@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,13 @@ from rl_cluster_benchmark.config import EnvConfig
 from rl_cluster_benchmark.run.episodes import WINDOW
 
 NOT_OF_THE_TASK = ("num_envs", "seed")  # of the section env; all else there is the task
-NOT_OF_THE_VARIANT = ("algorithm", "mode", "output_dir", "logging", "env.seed")
+NOT_OF_THE_VARIANT = (
+    "algorithm", "mode", "output_dir", "logging", "env.seed",
+    # where machines meet, and what becomes of a run that fails, is no part of what it learns or how fast
+    "cluster.master_addr", "cluster.master_port", "cluster.interface", "cluster.timeout", "cluster.join_timeout",
+    "cluster.max_restarts", "cluster.min_nodes", "cluster.shared_filesystem", "impala.max_actor_restarts",
+    "training.watchdog", "training.log_interval", "training.save_interval",
+)  # fmt: skip
 SHOWN_DIFFERENCES = 2
 
 Metric = Callable[[RunRecord], float | None]
@@ -51,7 +57,8 @@ class Task:
         if self.env.game is None:
             return self.env.name
         levels = f"{self.env.num_levels:,} levels" if self.env.num_levels else "all levels"
-        return f"{self.game} ({self.env.distribution_mode}, {levels})"
+        others = "".join(f", {key} {_value(value)}" for key, value in published.changed_settings(self.env).items())
+        return f"{self.game} ({self.env.distribution_mode}, {levels}{others})"
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ def _variant_labels(runs: Sequence[RunRecord]) -> list[str]:
 
 def _settings(run: RunRecord) -> dict[str, str]:
     flat: dict[str, str] = {}
-    for section, content in configs.to_dict(run.config).items():
+    for section, content in configs.recorded(run.config).items():
         entries = content.items() if isinstance(content, dict) else [("", content)]
         for key, value in entries:
             name = f"{section}.{key}" if key else section
@@ -144,6 +151,31 @@ def _value(value: object) -> str:
 
 def fps(run: RunRecord) -> float | None:
     return run.summary.avg_fps
+
+
+def machines(runs: Iterable[RunRecord]) -> list[tuple[str, int | None]]:
+    """Return (CPU, usable cores) of each machine that the runs name; those that name none count as one more.
+
+    A run that was killed names none. Where no run names any, nothing is known, and nothing is returned.
+    """
+    seen = list(dict.fromkeys((run.summary.cpu_model, run.summary.usable_cores) for run in runs))
+    named = [(model, cores) for model, cores in seen if model]
+    return [*named, ("an unnamed machine", None)] if named and any(not model for model, _ in seen) else named
+
+
+def processes(run: RunRecord) -> int | None:
+    """Return how many processes trained, IMPALA's learners among them; None where the run does not say."""
+    workers, learners = run.summary.num_workers, run.summary.num_learners
+    if run.mode == "sequential":
+        return 1
+    if workers is None or (learners is None and run.config.algorithm == "impala"):
+        return None
+    return workers + (learners or 0)
+
+
+def ways_of_acting(runs: Iterable[RunRecord], levels: str) -> int:
+    """Return 2 if some of the runs' evaluations on these levels sampled actions and others took the likeliest ones."""
+    return len({run.evaluations[levels].deterministic for run in runs if levels in run.evaluations})
 
 
 def memory(run: RunRecord) -> float | None:
@@ -168,12 +200,19 @@ def train_reward(run: RunRecord) -> float | None:
 
 
 def test_reward(run: RunRecord) -> float | None:
-    evaluation = run.test_evaluation
+    """Evaluated on levels that were never trained on."""
+    evaluation = run.evaluations.get("test")
+    return evaluation.mean_reward if evaluation else None
+
+
+def all_reward(run: RunRecord) -> float | None:
+    """Evaluated on all levels, those of training among them, as the published test is."""
+    evaluation = run.evaluations.get("all")
     return evaluation.mean_reward if evaluation else None
 
 
 def gap(run: RunRecord) -> float | None:
-    """How much better the agent plays levels it was trained on than others."""
+    """How much better the agent plays levels it was trained on than levels never trained on."""
     train, test = train_reward(run), test_reward(run)
     return train - test if train is not None and test is not None else None
 

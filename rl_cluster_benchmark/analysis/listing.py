@@ -51,6 +51,10 @@ def _table(root: Path, runs: list[RunRecord], unreadable: list[LeftOut]) -> list
     summary = ", ".join(f"{number} {state}" for state, number in counts.items())
     if rows:
         lines += ["", f"{len(runs)} runs: {summary}." if len(runs) > 1 else f"1 run: {summary}."]
+    notes = [f"{run.path.relative_to(root)}: {doubt}" for run in runs for doubt in run.doubts]
+    notes += [f"{item.path.relative_to(root)}: {item.reason}" for run in runs for item in run.left_out]
+    if notes:
+        lines += ["", "Notes:", *(f"  {text.plain(note)}" for note in notes)]
     if unreadable:
         lines += ["", "Not readable as runs:", *(f"  {item}" for item in unreadable)]
     return lines
@@ -70,6 +74,7 @@ def _json(root: Path, runs: list[RunRecord], unreadable: list[LeftOut]) -> str:
             "seconds": run.summary.duration_hours * 3600,
             "state": run.state,
             "reason": run.reason,
+            "notes": [*run.doubts, *(f"{item.path.name}: {item.reason}" for item in run.left_out)],
         }
         for run in runs
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from rl_cluster_benchmark.analysis.series import read_points
 from rl_cluster_benchmark.config import EnvConfig
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.output import check_output, write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +40,8 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
         raise UserError(f"{log_file} cannot be read ({error.strerror}).") from None
     if not lines:
         raise UserError(f"{log_file} holds no metrics; give the metrics.jsonl of a run that has made an update.")
-    output = Path(output) if output else log_file.with_name("metrics.png")
-
+    output = picture_file(output or log_file.with_name("metrics.png"))
+    check_output("--output", output, [log_file])
     figure, axes = open_figure(2, 4, figsize=(17, 7))
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -76,15 +78,23 @@ def open_figure(rows: int, columns: int, figsize: tuple[float, float]) -> tuple[
     return plt.subplots(rows, columns, figsize=figsize, constrained_layout=True, squeeze=False)
 
 
+def picture_file(name: str | Path) -> Path:
+    """Return the path of a picture: a PNG, if the name does not say otherwise."""
+    path = Path(name)
+    return path if path.suffix or path.exists() else path.with_name(f"{path.name}.png")
+
+
 def save_figure(figure: Any, output: Path) -> Path:
     import matplotlib.pyplot as plt
 
+    content = io.BytesIO()
     try:
-        figure.savefig(output, dpi=110)
-    except (OSError, ValueError) as error:
-        raise UserError(f"Cannot write {output} ({getattr(error, 'strerror', None) or error}).") from None
+        figure.savefig(content, dpi=110, format=output.suffix.removeprefix(".").lower() or "png")
+    except ValueError as error:
+        raise UserError(f"Cannot write {output} ({error}).") from None
     finally:
         plt.close(figure)
+    write_output(output, content.getvalue())
     return output
 
 
@@ -110,7 +120,7 @@ def _env_of(log_file: Path) -> EnvConfig | None:
     for candidate in (log_file.parent / "config.yaml", log_file.parent.parent.parent / "config.yaml"):
         if candidate.is_file():
             with contextlib.suppress(UserError):  # somebody else's config.yaml
-                return configs.load(candidate).env
+                return configs.load(candidate, configs.AS_IT_WAS).env
     return None
 
 

@@ -42,9 +42,16 @@ def normalized_score(env: EnvConfig, reward: float) -> float | None:
     return (reward - bounds[0]) / (bounds[1] - bounds[0]) if bounds else None
 
 
+def changed_settings(env: EnvConfig) -> dict[str, object]:
+    """Return the settings that make it another task than the game with its difficulty and its number of levels."""
+    usual = EnvConfig().model_dump()
+    own = ("name", "distribution_mode", "num_levels", "num_envs", "seed")
+    return {key: value for key, value in env.model_dump().items() if key not in own and value != usual[key]}
+
+
 def curve(env: EnvConfig, split: str = "train") -> list[CurvePoint]:
     """The published PPO curve that a run on this environment compares with; empty where there is none."""
-    if env.distribution_mode != "easy" or env.game is None:
+    if env.distribution_mode != "easy" or env.game is None or changed_settings(env):
         return []
     setting = {(200, 0): "easy-200", (0, 0): "easy-all"}.get((env.num_levels, env.start_level))
     if setting is None:

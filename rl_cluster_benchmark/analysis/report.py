@@ -21,12 +21,32 @@ from rl_cluster_benchmark.analysis.template import as_template
 from rl_cluster_benchmark.analysis.verdicts import headline
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.run.files import write_atomically
+from rl_cluster_benchmark.run.output import MARK_OF_PLOTS, is_own
 
 WEB = Path(__file__).with_name("web")
+FILES = {  # of a report -> what no other file of this name has in it
+    "report.html": b'<meta name="generator" content="rlcb',
+    "report.md": b"Written by rlcb",
+    "comparison.csv": b"final_reward_low",
+    "comparison.json": b"probability_of_improvement",
+    "benchmark_results.txt": b"BENCHMARK RESULTS - ",
+    "comparison.png": MARK_OF_PLOTS,
+}
+
+
+def check_replaceable(directory: Path) -> None:
+    """Refuse a directory where the report would replace a file that this program has not written."""
+    for name, mark in FILES.items():
+        if not is_own(directory / name, mark):
+            raise UserError(
+                f"{directory / name} would be replaced, and this program has not written it; "
+                "choose another --output-dir."
+            )
 
 
 def write_report(comparison: Comparison, directory: Path, title: str) -> list[Path]:
     """Returns the files, the page first."""
+    check_replaceable(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -40,7 +60,7 @@ def write_report(comparison: Comparison, directory: Path, title: str) -> list[Pa
     }
     for name, content in contents.items():
         try:
-            write_atomically(directory / name, content.encode())
+            write_atomically(directory / name, content.encode(errors="backslashreplace"))
         except TrainingFailedError:
             raise UserError(f"Cannot write {directory / name}; choose another --output-dir.") from None
     plot = plot_comparison(comparison, directory / "comparison.png")

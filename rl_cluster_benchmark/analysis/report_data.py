@@ -12,6 +12,7 @@ from rl_cluster_benchmark.analysis import groups as figures
 from rl_cluster_benchmark.analysis import published, statistics, tables, text
 from rl_cluster_benchmark.analysis.comparison import Comparison
 from rl_cluster_benchmark.analysis.curves import REWARD, Axis, curve
+from rl_cluster_benchmark.analysis.evaluations import how_played
 from rl_cluster_benchmark.analysis.groups import Group, Metric, Task
 from rl_cluster_benchmark.analysis.report_runs import clips, run_entry
 from rl_cluster_benchmark.analysis.statistics import ONE_SEED, Estimate
@@ -153,19 +154,20 @@ def _task(comparison: Comparison, task: Task) -> dict[str, Any]:
 
 
 def _scaling(comparison: Comparison, groups: Sequence[Group]) -> list[list[str]]:
-    rows = [["run", "workers", "threads each", "environments", "speed-up", "efficiency", "CPU in use"]]
+    rows = [["run", "processes", "threads each", "environments", "speed-up", "efficiency", "CPU in use"]]
     for group in groups:
-        run = group.runs[0]
-        speedup, workers = comparison.speedup(group), run.summary.num_workers
+        run, speedup = group.runs[0], comparison.speedup(group)
+        counts = {figures.processes(run) for run in group.runs}
+        processes = counts.pop() if len(counts) == 1 else None
         cpu = group.estimate(lambda run: run.summary.cpu_utilization)
         rows.append(
             [
                 group.variant,
-                str(workers),
+                text.whole(processes),
                 text.whole(run.summary.num_threads),
                 text.whole(run.config.env.num_envs),
                 text.NOTHING if speedup is None else f"{speedup:.2f}x",
-                text.NOTHING if speedup is None else f"{speedup / workers:.0%}",
+                text.NOTHING if speedup is None or processes is None else f"{speedup / processes:.0%}",
                 text.NOTHING if cpu is None else f"{cpu.value:.0%}",
             ]
         )
@@ -233,13 +235,13 @@ def _evaluations(comparison: Comparison) -> list[dict[str, Any]]:
     kinds: tuple[tuple[str, Metric], ...] = (
         ("training levels", figures.train_reward),
         ("unseen levels", figures.test_reward),
+        ("all levels", figures.all_reward),
         ("generalisation gap", figures.gap),
     )
     for task in comparison.tasks:
         for name, metric in kinds:
             rows = whiskers([(g.variant, g.estimate(metric)) for g in comparison.of_task(task)], colors(comparison))
             if rows:
-                name = "all levels" if name == "unseen levels" and not task.holds_levels_back else name
                 blocks.append({"name": f"{task.game}: {name}", "rows": rows})
     return blocks
 
@@ -248,13 +250,15 @@ def _evaluation_note(comparison: Comparison) -> str:
     found = [e for run in comparison.runs for e in run.evaluations.values()]
     if not found:
         return ""
-    episodes = sorted({evaluation.num_episodes for evaluation in found})
-    count = str(episodes[0]) if len(episodes) == 1 else f"{episodes[0]} to {episodes[-1]}"
-    how = "the likeliest action" if all(e.deterministic for e in found) else "sampled actions"
-    return (
-        f"Mean reward of {count} episodes for each agent, with {how}; intervals over seeds. "
-        "The generalisation gap is the reward on training levels minus that on unseen ones."
-    )
+    count, how = how_played(found)
+    note = f"Mean reward of {count} episodes for each agent, with {how}; intervals over seeds."
+    if any(figures.gap(run) is not None for run in comparison.runs):
+        note += " The generalisation gap is the reward on training levels minus that on unseen ones."
+    if any(
+        "all" in run.evaluations and group.task.holds_levels_back for group in comparison.groups for run in group.runs
+    ):
+        note += " All levels include those of training."
+    return note
 
 
 def _phase_names(comparison: Comparison) -> list[str]:

@@ -7,14 +7,13 @@ import shlex
 
 from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.analysis.comparison import Comparison
+from rl_cluster_benchmark.analysis.evaluations import load_clip
 from rl_cluster_benchmark.analysis.groups import Group
-from rl_cluster_benchmark.analysis.run_files import UnusableRunError, read_inside
+from rl_cluster_benchmark.analysis.run_files import UnusableRunError
 from rl_cluster_benchmark.analysis.runs import RunRecord
 from rl_cluster_benchmark.run.directory import RunDirectory
 
-MAX_CLIP = 3_000_000  # bytes
 MAX_CLIPS = 24  # on a page
-CLIP_TYPES = {b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
 
 def clips(comparison: Comparison) -> list[dict[str, str]]:
@@ -31,15 +30,11 @@ def clips(comparison: Comparison) -> list[dict[str, str]]:
 
 
 def _clip(run: RunRecord) -> str | None:
-    for name in ("clip.webp", "clip.gif"):
-        try:
-            content = read_inside(run.path, run.path / name, limit=MAX_CLIP)
-        except UnusableRunError:
-            continue
-        kind = CLIP_TYPES.get(content[:4]) if content else None
-        if content and kind:
-            return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-    return None
+    try:
+        found = load_clip(run.path, run.config, run.summary)
+    except UnusableRunError:
+        return None  # it is named among what was left out
+    return f"data:{found[0]};base64,{base64.b64encode(found[1]).decode()}" if found else None
 
 
 def run_entry(run: RunRecord, color: str, group: Group) -> dict[str, str]:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.analysis.series import Series, columns, read_series
+from rl_cluster_benchmark.analysis.series import MAX_NUMBER, Series, columns, read_series
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.files import open_plain
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+MAX_TEXT = 2000
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Amount = Annotated[Number, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=int(MAX_NUMBER))]
+Text = Annotated[str, AfterValidator(lambda text: text[:MAX_TEXT])]
 
 MAX_FILE = 1_000_000
 RECENT = 10  # lines of the log that make up the final speed
@@ -25,67 +31,69 @@ class UnusableRunError(UserError):
     """A directory that holds no run that can be read; the message is the reason."""
 
 
+class Checkpoint(BaseModel):
+    """Which checkpoint a result is of."""
+
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    steps: Amount
+
+
 class Summary(BaseModel):
     """training_summary.json, as far as it is used here."""
 
+    run_id: Text | None = None
+    algorithm: Text | None = None
+    mode: Text | None = None
+    env: Text | None = None
+    seed: int | None = None
     state: Literal["finished", "interrupted", "failed"]
-    reason: str | None = None
-    total_timesteps: Number
-    total_updates: Number
-    duration_hours: Number
-    avg_fps: Number
-    final_fps: Number
-    peak_memory_gb: Number
+    reason: Text | None = None
+    total_timesteps: Amount
+    total_updates: Amount
+    duration_hours: Amount
+    avg_fps: Amount
+    final_fps: Amount
+    peak_memory_gb: Amount
     initial_reward: Number | None = None
-    initial_reward_std: Number | None = None
+    initial_reward_std: Amount | None = None
     final_reward: Number | None = None
-    final_reward_std: Number | None = None
+    final_reward_std: Amount | None = None
     best_reward: Number | None = None
-    num_episodes: Number = 0
-    num_workers: Annotated[int, Field(ge=1)] = 1
+    num_episodes: Amount = 0
+    num_workers: Annotated[Count, Field(ge=1)] | None = None  # unknown while there is no summary
+    num_learners: Count | None = None  # of IMPALA, on all machines
     phase_shares: dict[str, Number] = {}
     asynchrony: dict[str, Number] = {}
     cpu_utilization: Number | None = None
-    num_threads: int | None = None
-    precision: str | None = None
-    cpu_model: str | None = None
-    usable_cores: int | None = None
-    finished_at: str | None = None
-    git_commit: str | None = None
-    versions: dict[str, str] = {}
+    num_threads: Count | None = None
+    precision: Text | None = None
+    cpu_model: Text | None = None
+    usable_cores: Count | None = None
+    checkpoint: Checkpoint | None = None  # which the run ended with
+    finished_at: Text | None = None
+    git_commit: Text | None = None
+    versions: dict[str, Text] = {}
 
 
-class Evaluation(BaseModel):
-    """What `rlcb evaluate --json` writes."""
-
-    mean_reward: Number
-    std_reward: Number
-    min_reward: Number
-    max_reward: Number
-    mean_length: Number
-    std_length: Number
-    num_episodes: Annotated[int, Field(ge=1)]
-    ci95: tuple[Number, Number]
-    normalized_score: Number | None = None
-    levels: Literal["train", "test", "all"]
-    seed: int = 0
-    deterministic: bool = False
-    env: str
+def is_inside(root: Path, file: Path) -> bool:
+    return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(root))
 
 
-def read_inside(root: Path, file: Path, limit: int = MAX_FILE) -> bytes | None:
+def read_inside(
+    root: Path, file: Path, limit: int = MAX_FILE, too_large: str = "not written by this program"
+) -> bytes | None:
     """A file of the run, or None where there is none; one that is too large or leads outside is an error."""
-    if not file.exists():
-        return None
-    if not file.resolve().is_relative_to(root.resolve()) or not file.is_file():
-        raise UnusableRunError(f"{file.name} leads outside the run's directory, or is no plain file")
     try:
-        with open(file, "rb") as opened:
+        if not os.path.lexists(file):
+            return None
+        if not is_inside(root, file) or not file.is_file():
+            raise UnusableRunError(f"{file.name} leads outside the run's directory, or is no plain file")
+        with open_plain(file) as opened:
             content = opened.read(limit + 1)
     except OSError as error:
         raise UnusableRunError(f"{file.name} cannot be read ({error.strerror})") from None
     if len(content) > limit:
-        raise UnusableRunError(f"{file.name} is larger than {limit:,} bytes: not written by this program")
+        raise UnusableRunError(f"{file.name} is larger than {limit:,} bytes: {too_large}")
     return content
 
 
@@ -99,7 +107,7 @@ def load_config(path: Path, running: bool) -> Config:
         data = configs.parse_yaml(content)
         if not isinstance(data, dict):
             raise UserError("it holds no settings")
-        return configs.build(data, {}, source="config.yaml")
+        return configs.build(data, configs.AS_IT_WAS, source="config.yaml")
     except ValueError:
         raise UnusableRunError("config.yaml is damaged") from None
     except UserError as error:
@@ -110,8 +118,8 @@ def load_config(path: Path, running: bool) -> Config:
 def load_series(path: Path, config: Config) -> Series:
     label = RunDirectory.of(config.model_copy(update={"output_dir": "."})).logs
     for file in (path / label / "metrics.jsonl", path / "metrics.jsonl"):
-        if file.exists():
-            if not file.resolve().is_relative_to(path.resolve()) or not file.is_file():
+        if os.path.lexists(file):
+            if not is_inside(path, file) or not file.is_file():
                 raise UnusableRunError("metrics.jsonl leads outside the run's directory, or is no plain file")
             try:
                 series = read_series(file)
@@ -129,34 +137,21 @@ def load_summary(path: Path, config: Config) -> Summary | None:
         if content is None:
             continue
         try:
-            data = json.loads(content)
-            summary = Summary.model_validate(data)
+            summary = Summary.model_validate(json.loads(content))
         except (ValueError, RecursionError) as error:
-            what = f" ({_first_problem(error)})" if isinstance(error, ValidationError) else ""
+            what = f" ({first_problem(error)})" if isinstance(error, ValidationError) else ""
             raise UnusableRunError(f"{name} is damaged or of an older format{what}") from None
-        if data.get("env") not in (None, config.env.name):
+        mine = (ALGORITHM_NAMES[config.algorithm], config.mode, config.env.name, config.env.seed)
+        theirs = (summary.algorithm, summary.mode, summary.env, summary.seed)
+        if any(b not in (None, a) for a, b in zip(mine, theirs, strict=True)):
             raise UnusableRunError(f"{name} and config.yaml are of different runs")
         return summary
     return None
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"[:120]
-
-
-def load_evaluations(path: Path, config: Config) -> dict[str, Evaluation]:
-    """By levels; of several on the same levels, the one with most episodes."""
-    found: dict[str, Evaluation] = {}
-    for file in sorted(path.glob("eval*.json")):
-        try:
-            evaluation = Evaluation.model_validate_json(read_inside(path, file) or b"")
-        except (ValidationError, UnusableRunError):
-            continue  # another program's file
-        known = found.get(evaluation.levels)
-        if evaluation.env == config.env.name and (known is None or known.num_episodes < evaluation.num_episodes):
-            found[evaluation.levels] = evaluation
-    return found
 
 
 def summary_of(series: Series, state: Literal["interrupted"]) -> Summary:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rl_cluster_benchmark.analysis.evaluations import Evaluation, load_evaluations
 from rl_cluster_benchmark.analysis.run_files import (
-    Evaluation,
     Summary,
     UnusableRunError,
     load_config,
-    load_evaluations,
     load_series,
     load_summary,
     summary_of,
@@ -47,6 +46,8 @@ class RunRecord:
     summary: Summary  # of the file, or made from the log while there is none
     series: Series
     evaluations: dict[str, Evaluation] = field(default_factory=dict)  # by levels
+    left_out: tuple[LeftOut, ...] = ()  # evaluations that are not of it
+    doubts: tuple[str, ...] = ()  # what in its files does not go together
 
     @property
     def algorithm(self) -> str:
@@ -65,9 +66,11 @@ class RunRecord:
         return self.config.env.seed
 
     @property
-    def test_evaluation(self) -> Evaluation | None:
-        """On levels never trained on, or on all levels, as the published test is."""
-        return self.evaluations.get("test") or self.evaluations.get("all")
+    def identity(self) -> tuple[object, ...]:
+        """What a copy of the run has in common with it and no other run; an older run has its measurements alone."""
+        s = self.summary
+        measured = (s.duration_hours, s.avg_fps, s.final_fps, s.peak_memory_gb) if s.run_id is None else ()
+        return (s.run_id, s.total_timesteps, s.total_updates, *measured)
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,18 @@ def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[
     """The runs in these directories (or in those below them), and what was left out, with the reason."""
     runs: list[RunRecord] = []
     left_out: list[LeftOut] = []
+    known: dict[object, Path] = {}
     for path in dict.fromkeys(run for given in paths for run in _expand(given)):
         try:
+            place = os.path.realpath(path)
+            if known.setdefault(place, path) is not path:
+                raise UnusableRunError(f"is {known[place]} by another name; a run counts once")
             run = load_run(path)
             require_usable(run, unfinished)
+            if known.setdefault(run.identity, path) is not path:
+                raise UnusableRunError(f"is a copy of {known[run.identity]}; a run counts once")
             runs.append(run)
+            left_out += run.left_out
         except UnusableRunError as error:
             left_out.append(LeftOut(path, str(error)))
     return runs, left_out
@@ -108,8 +118,11 @@ def _expand(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    is_starting = (path / ".lock").is_file() and (path / "checkpoints").is_dir()
-    return is_starting or any((path / mark).is_file() for mark in MARKS)
+    try:
+        is_starting = (path / ".lock").is_file() and (path / "checkpoints").is_dir()
+        return is_starting or any((path / mark).is_file() for mark in MARKS)
+    except OSError:  # a directory that may not be entered
+        return False
 
 
 def find_runs(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
@@ -132,6 +145,16 @@ def _walk(root: Path, depth: int) -> Iterator[Path]:
 
 
 def load_run(path: Path) -> RunRecord:
+    """Return the run in a directory; raise UnusableRunError with the reason, whatever is wrong with its files."""
+    try:
+        return _load_run(path)
+    except UnusableRunError:
+        raise
+    except Exception as error:  # one stranger's run must not keep the others from being read
+        raise UnusableRunError(f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _load_run(path: Path) -> RunRecord:
     if not path.exists():
         raise UnusableRunError("does not exist")
     if not path.is_dir():
@@ -147,7 +170,20 @@ def load_run(path: Path) -> RunRecord:
         current = summary_of(series, "interrupted")
         state: State = "running" if running else "interrupted"
         return RunRecord(path, config, state, None if running else KILLED, current, series)
-    return RunRecord(path, config, summary.state, summary.reason, summary, series, load_evaluations(path, config))
+    evaluations = load_evaluations(path, config, summary)
+    return RunRecord(
+        path, config, summary.state, summary.reason, summary, series, evaluations.found,
+        tuple(LeftOut(file, reason) for file, reason in evaluations.left_out), tuple(_doubts(config, summary, last)),
+    )  # fmt: skip
+
+
+def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
+    """The log ends where the summary says that the run did, or at most an interval of logging before."""
+    missing = summary.total_updates - last_logged
+    if last_logged and missing >= config.training.log_interval:
+        ends = f"its log ends at update {last_logged:,.0f}, its summary at {summary.total_updates:,.0f}"
+        return [f"{ends}: the log is of another run, or cut short"]
+    return []
 
 
 def is_running(path: Path) -> bool:

@@ -13,6 +13,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_cluster_benchmark.run.files import open_plain
+
 Series = dict[str, NDArray[np.float64]]
 """Metric -> its values, all as long as "step"; NaN where a line does not have it."""
 
@@ -20,6 +22,7 @@ MAX_POINTS = 4000
 WHOLE_BYTES = 8_000_000  # files up to this size are read whole
 MAX_LINE = 65_536
 MAX_METRICS = 100
+MAX_NUMBER = 1e15  # no figure of a run is larger; a larger one spoils sums, pictures and pages
 KEYS = ("step", "time", "update")
 PREFIXES = ("charts/", "losses/", "time/", "system/")
 
@@ -31,7 +34,7 @@ def read_series(path: Path) -> Series:
 
 def read_points(path: Path) -> list[dict[str, float]]:
     """The log's lines, or about MAX_POINTS of them at even distances; the first and the last are always among them."""
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         size = file.seek(0, 2)
         lines = _all_lines(file) if size <= WHOLE_BYTES else _sampled_lines(file, size)
     points: list[dict[str, float]] = []
@@ -82,11 +85,11 @@ def _parse(line: bytes) -> dict[str, float] | None:
 
 
 def _number(value: object) -> float | None:
-    """A finite number, or None."""
+    """A finite number of a sensible size, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= MAX_NUMBER else None

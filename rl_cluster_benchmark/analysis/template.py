@@ -13,8 +13,9 @@ from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.analysis import groups as figures
 from rl_cluster_benchmark.analysis import text
 from rl_cluster_benchmark.analysis.comparison import Comparison
+from rl_cluster_benchmark.analysis.evaluations import Evaluation, how_played
 from rl_cluster_benchmark.analysis.groups import Group, Metric, Task
-from rl_cluster_benchmark.analysis.runs import Evaluation, RunRecord
+from rl_cluster_benchmark.analysis.runs import RunRecord
 from rl_cluster_benchmark.analysis.statistics import ONE_SEED, Estimate
 from rl_cluster_benchmark.analysis.verdicts import headline
 from rl_cluster_benchmark.run.episodes import WINDOW
@@ -31,11 +32,15 @@ class Line:
     places: int
     unit: str = ""
     more_is_better: bool = True
+    levels: str | None = None  # of an evaluation
 
 
-def _mean_length(run: RunRecord) -> float | None:
-    evaluation = run.test_evaluation
-    return evaluation.mean_length if evaluation else None
+def _length_on(levels: str) -> Metric:
+    def mean_length(run: RunRecord) -> float | None:
+        evaluation = run.evaluations.get(levels)
+        return evaluation.mean_length if evaluation else None
+
+    return mean_length
 
 
 def _best_reward(run: RunRecord) -> float | None:
@@ -47,11 +52,21 @@ LINES = (
     Line("Total Timesteps", figures.steps, 0),
     Line("Final Reward", figures.final_reward, 2),
     Line("Best Reward", _best_reward, 2),
-    Line("Evaluation, training levels", figures.train_reward, 2),
-    Line("Evaluation, unseen levels", figures.test_reward, 2),
+    Line("Evaluation, training levels", figures.train_reward, 2, levels="train"),
+    Line("Evaluation, unseen levels", figures.test_reward, 2, levels="test"),
+    Line("Evaluation, all levels", figures.all_reward, 2, levels="all"),
     Line("Memory Usage", figures.memory, 2, " GB", more_is_better=False),
-    Line("Episode Length (shorter better)", _mean_length, 2, more_is_better=False),
 )
+
+
+def _lines(groups: list[Group]) -> list[Line]:
+    """The lines of the comparison; lengths of episodes are compared on levels of one kind."""
+    evaluated = [run.evaluations.keys() for group in groups for run in group.runs]
+    levels = next((levels for levels in ("test", "all") if all(levels in mine for mine in evaluated)), None)
+    if levels is None:
+        return list(LINES)
+    length = Line("Episode Length (shorter better)", _length_on(levels), 2, more_is_better=False, levels=levels)
+    return [*LINES, length]
 
 
 def as_template(comparison: Comparison) -> str:
@@ -83,7 +98,7 @@ def _machine(groups: list[Group], task: Task) -> list[str]:
         f"Date: {run.summary.finished_at or datetime.date.today().isoformat()}",
         f"CPU: {model}",
         f"Cores/Threads: {cores or text.NOTHING}/{os.cpu_count() if is_here else text.NOTHING}",
-        f"RAM: {f'{here.memory_bytes / 2**30:.0f} GB' if is_here else text.NOTHING}",
+        f"RAM: {f'{here.memory_bytes / 1e9:.0f} GB' if is_here else text.NOTHING}",
         f"Environment: {task.env.name}",
         f"Duration: {hours:.2f} hours ({hours * 60:.0f} minutes)",
         HEAVY,
@@ -129,9 +144,10 @@ def _evaluation_block(found: list[Evaluation], name: str) -> list[str]:
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
 
-    how = "deterministic" if all(e.deterministic for e in found) else "sampled actions"
+    count, how = how_played(found)
+    how = "deterministic" if all(e.deterministic for e in found) else how
     return [
-        f"Evaluation Results ({found[0].num_episodes} episodes, {how}, {name}):",
+        f"Evaluation Results ({count} episodes, {how}, {name}):",
         f"  Mean Reward: {_pm(mean([e.mean_reward for e in found]), mean([e.std_reward for e in found]))}",
         f"  Min/Max Reward: {min(e.min_reward for e in found):.2f} / {max(e.max_reward for e in found):.2f}",
         f"  Mean Episode Length: {_pm(mean([e.mean_length for e in found]), mean([e.std_length for e in found]))}",
@@ -144,7 +160,7 @@ def _pm(value: float | None, spread: float | None) -> str:
 
 def _metric_block(groups: list[Group]) -> list[str]:
     rows, is_marked = [], False
-    for line in LINES:
+    for line in _lines(groups):
         estimates = [group.estimate(line.metric) for group in groups]
         if all(estimate is None for estimate in estimates):
             continue
@@ -162,9 +178,9 @@ def _cell(estimate: Estimate | None, line: Line) -> str:
 
 
 def _winner(groups: list[Group], estimates: list[Estimate | None], line: Line) -> str:
-    """The first one and how far it is ahead of the next; nobody where intervals overlap."""
+    """Return who is first and how far ahead of the next; nobody where intervals overlap or figures do not compare."""
     pairs = [(g, e) for g, e in zip(groups, estimates, strict=True) if e is not None]
-    if len(pairs) < len(groups):
+    if len(pairs) < len(groups) or not _are_comparable(groups, line):
         return text.NOTHING
     pairs.sort(key=lambda pair: pair[1].value, reverse=line.more_is_better)
     (first, best), (_, next_best) = pairs[:2]
@@ -182,15 +198,24 @@ def _winner(groups: list[Group], estimates: list[Estimate | None], line: Line) -
     return f"{first.variant}{margin}{'' if has_seeds else MARK}"
 
 
+def _are_comparable(groups: list[Group], line: Line) -> bool:
+    """Return whether the speeds are of one machine, and evaluations played in one way."""
+    runs = [run for group in groups for run in group.runs]
+    if line.metric is figures.fps:
+        return len(figures.machines(runs)) < 2
+    return line.levels is None or figures.ways_of_acting(runs, line.levels) < 2
+
+
 def _interval(group: Group, estimate: Estimate, line: Line) -> tuple[float, float] | None:
     """Over seeds; for one seed's rewards, over its episodes."""
     if estimate.interval is not None:
         return estimate.interval
     run = group.runs[0]
-    if line.metric is figures.train_reward and "train" in run.evaluations:
-        return run.evaluations["train"].ci95
-    if line.metric is figures.test_reward and run.test_evaluation is not None:
-        return run.test_evaluation.ci95
+    for levels, metric in (
+        ("train", figures.train_reward), ("test", figures.test_reward), ("all", figures.all_reward)
+    ):  # fmt: skip
+        if line.metric is metric and levels in run.evaluations:
+            return run.evaluations[levels].ci95
     spread = run.summary.final_reward_std
     if line.metric is figures.final_reward and spread is not None:
         half = 1.96 * spread / math.sqrt(max(1.0, min(WINDOW, run.summary.num_episodes)))

@@ -7,17 +7,31 @@ from pathlib import Path
 from rl_cluster_benchmark.analysis.comparison import Comparison
 from rl_cluster_benchmark.analysis.comparison_plot import plot_comparison
 from rl_cluster_benchmark.analysis.curves import Axis
+from rl_cluster_benchmark.analysis.groups import Task, machines
+from rl_cluster_benchmark.analysis.plots import picture_file
 from rl_cluster_benchmark.analysis.runs import RunRecord, UnusableRunError, load_run, require_usable
 from rl_cluster_benchmark.analysis.text import NOTHING, decimal, plain, whole
 from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run.output import MARK_OF_PLOTS, check_output, is_own, write_output
 
 WIDTH = 80
 HEAVY, LIGHT = "=" * WIDTH, "-" * WIDTH
+PICTURE, REPORT = Path("comparison.png"), Path("comparison_report.txt")  # in the current directory
+TITLE = "SEQUENTIAL VS PARALLEL TRAINING COMPARISON REPORT"
 
 
 def compare_two(
-    sequential: Path, parallel: Path, *, output: Path, report: Path, unfinished: bool = False, x: Axis = "step"
-) -> int:
+    sequential: Path, parallel: Path, *, output: Path | None, report: Path | None, unfinished: bool = False,
+    x: Axis = "step",
+) -> int:  # fmt: skip
+    """Print the comparison and write both files; those that the user has not named replace only their like."""
+    if not output:
+        _check_own("--output", PICTURE, MARK_OF_PLOTS)
+    if not report:
+        _check_own("--report", REPORT, TITLE.encode())
+    output, report = picture_file(output or PICTURE), report or REPORT
+    check_output("--output", output)
+    check_output("--report", report)
     one = _load("--sequential", sequential, unfinished)
     other = _load("--parallel", parallel, unfinished)
     if one.mode != "sequential" or other.mode == "sequential":
@@ -28,11 +42,16 @@ def compare_two(
     print("\n".join(two_run_table(one, other)))
     comparison = Comparison.of([one, other], [])
     plot_comparison(comparison, output, x, title="Sequential and parallel training")
-    write_text(report, "\n".join(two_run_report(one, other)) + "\n")
+    write_output(report, ("\n".join(two_run_report(one, other)) + "\n").encode())
     print(f"\nPlot saved to: {output}\nReport saved to: {report}")
-    for warning in comparison.warnings():
-        print(f"Note: {warning}")
+    for warning in [*differences(one, other), *comparison.warnings()]:
+        print(plain(f"Note: {warning}"))
     return 0
+
+
+def _check_own(option: str, path: Path, mark: bytes) -> None:
+    if not is_own(path, mark):
+        raise UserError(f"{path} would be replaced, and this program has not written it; name a file with {option}.")
 
 
 def _load(flag: str, path: Path, unfinished: bool) -> RunRecord:
@@ -44,19 +63,32 @@ def _load(flag: str, path: Path, unfinished: bool) -> RunRecord:
         raise UserError(plain(f"{flag} {path}: {error}.")) from None
 
 
-def write_text(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Cannot write {path} ({error.strerror or error}).") from None
+def differences(one: RunRecord, other: RunRecord) -> list[str]:
+    """What the runs differ by besides the mode, in sentences."""
+    found = []
+    if Task(one.config.env) != Task(other.config.env):
+        tasks = f"{Task(one.config.env)} and {Task(other.config.env)}"
+        found.append(f"The runs are of different tasks ({tasks}): neither their speeds nor their rewards compare.")
+    if one.algorithm != other.algorithm:
+        found.append(f"The runs are of different algorithms: {one.algorithm} and {other.algorithm}.")
+    return found
+
+
+def _speeds_compare(one: RunRecord, other: RunRecord) -> bool:
+    return len(machines([one, other])) < 2 and Task(one.config.env) == Task(other.config.env)
 
 
 def speedup(one: RunRecord, other: RunRecord) -> float | None:
+    """Return the factor between their speeds; None if they ran on different machines or have different tasks."""
+    if not _speeds_compare(one, other):
+        return None
     return other.summary.avg_fps / one.summary.avg_fps if one.summary.avg_fps > 0 else None
 
 
 def efficiency_gain(one: RunRecord, other: RunRecord) -> float | None:
-    """How many percent more steps an hour."""
+    """Return how many percent more steps an hour; None where the speeds do not compare."""
+    if not _speeds_compare(one, other):
+        return None
     mine, theirs = steps_per_hour(one), steps_per_hour(other)
     return 100 * (theirs / mine - 1) if mine and theirs is not None else None
 
@@ -98,7 +130,7 @@ def two_run_table(one: RunRecord, other: RunRecord) -> list[str]:
 
 def two_run_report(one: RunRecord, other: RunRecord) -> list[str]:
     gain, factor = efficiency_gain(one, other), speedup(one, other)
-    lines = [HEAVY, "SEQUENTIAL VS PARALLEL TRAINING COMPARISON REPORT", HEAVY, ""]
+    lines = [HEAVY, TITLE, HEAVY, ""]
     lines += [plain(f"Sequential Directory: {one.path}"), plain(f"Parallel Directory: {other.path}")]
     for name, run in (("SEQUENTIAL", one), ("PARALLEL", other)):
         lines += [

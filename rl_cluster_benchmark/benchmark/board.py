@@ -17,7 +17,7 @@ from rl_cluster_benchmark.benchmark.matrix import Matrix
 SECONDS_BETWEEN_DRAWINGS = 2.0
 SECONDS_BETWEEN_LINES = 30.0
 GUESSED_OVERHEAD = 30.0  # seconds to start and evaluate a cell, before any has been measured
-HEAD = ("cell", "state", "steps", "FPS", "reward", "training levels", "test levels", "time")
+HEAD = ("cell", "state", "steps", "FPS", "reward", "training levels", "unseen levels", "all levels", "time")
 
 
 class Board:
@@ -83,7 +83,8 @@ class Board:
 
     def _expected(self, progress: Progress) -> float | None:
         done = [p for p in self.cells if p.state == "done" and p.seconds is not None]
-        if self.matrix.duration_hours is not None:
+        total = self.matrix.total_timesteps
+        if self.matrix.duration_hours is not None and not (total and done):  # with both, steps may end a cell first
             training = self.matrix.duration_hours * 3600
             spare = [max(0.0, (p.seconds or 0.0) - training) for p in done]
             return training + (sum(spare) / len(spare) if any(spare) else GUESSED_OVERHEAD)
@@ -92,7 +93,6 @@ class Board:
         if known:
             return sum(known) / len(known)
         running = next((p for p in self.cells if p.state == "training" and p.run), None)
-        total = self.matrix.total_timesteps
         if running is not None and running.run is not None and total and running.run.summary.avg_fps > 0:
             return total / running.run.summary.avg_fps + GUESSED_OVERHEAD
         return None
@@ -125,15 +125,14 @@ def _row(progress: Progress) -> list[str]:
     run = progress.run
     state = progress.state if progress.reason is None else f"{progress.state}: {progress.reason}"
     if run is None or progress.state == "to come":
-        return [progress.cell.name, state, *[text.NOTHING] * 6]
-    train, test = run.evaluations.get("train"), run.test_evaluation
+        return [progress.cell.name, state, *[text.NOTHING] * 7]
+    rewards = [e.mean_reward if (e := run.evaluations.get(levels)) else None for levels in ("train", "test", "all")]
     return [
         progress.cell.name,
         state,
         text.whole(run.summary.total_timesteps),
         text.whole(run.summary.avg_fps),
         text.decimal(run.summary.final_reward),
-        text.decimal(train.mean_reward if train else None),
-        text.decimal(test.mean_reward if test else None),
+        *map(text.decimal, rewards),
         text.duration(run.summary.duration_hours * 3600),
     ]

@@ -11,6 +11,7 @@ from typing import Literal
 from rl_cluster_benchmark.analysis.runs import RunRecord, UnusableRunError, is_running, load_run
 from rl_cluster_benchmark.benchmark.matrix import Cell, Matrix
 from rl_cluster_benchmark.benchmark.processes import reason_in, run_child
+from rl_cluster_benchmark.benchmark.removal import log_of
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.stop import Signals
 
@@ -33,7 +34,7 @@ class Progress:
 
     @property
     def log(self) -> Path:
-        return self.directory.with_name(f"{self.directory.name}.log")
+        return log_of(self.directory)
 
 
 def look_at(cell: Cell, directory: Path, matrix: Matrix) -> Progress:
@@ -51,7 +52,7 @@ def look_at(cell: Cell, directory: Path, matrix: Matrix) -> Progress:
 def _seconds_taken(run: RunRecord) -> float:
     """From its start to its last evaluation; one that was made much later, after an interruption, counts in part."""
     training = run.summary.duration_hours * 3600
-    evaluated = max(file.stat().st_mtime for file in run.path.glob("evaluation_*.json"))
+    evaluated = max((file.stat().st_mtime for file in run.path.glob("evaluation_*.json")), default=0.0)
     return training + min(MOST_OVERHEAD, max(0.0, evaluated - (run.path / "config.yaml").stat().st_mtime - training))
 
 
@@ -75,6 +76,8 @@ def work_on(progress: Progress, matrix: Matrix, signals: Signals, look: Callable
         progress.state, progress.reason = "failed", str(error)
     finally:
         progress.seconds = time.monotonic() - started
+        if progress.state == "done" and progress.run is not None:  # it may have been trained by an earlier call
+            progress.seconds = max(progress.seconds, _seconds_taken(progress.run))
 
 
 class _Interrupted(Exception):  # noqa: N818
@@ -89,7 +92,7 @@ def _train(
     progress: Progress, matrix: Matrix, signals: Signals, look: Callable[[], None], keep_partial: bool
 ) -> RunRecord:
     """From the beginning, unless partial runs are to be kept: a resumed run meets other levels than a whole one."""
-    how = "--resume" if keep_partial else "--overwrite"
+    how = "--resume-if-present" if keep_partial else "--overwrite"
     call = ["train", *progress.cell.arguments, "--output-dir", str(progress.directory), how]
     hours = matrix.duration_hours
     _call(progress, call, signals, look, deadline=2 * hours * 3600 + SPARE_SECONDS if hours else None)
@@ -105,6 +108,7 @@ def _evaluate(
     directory = RunDirectory.of(run.config.model_copy(update={"output_dir": str(progress.directory)}))
     call = ["evaluate", "--checkpoint", str(directory.final_checkpoint()), "--levels", levels]
     call += ["--num-episodes", str(matrix.episodes), "--json", str(progress.directory / f"evaluation_{levels}.json")]
+    (progress.directory / f"evaluation_{levels}.json").unlink(missing_ok=True)  # a damaged one would not be replaced
     if matrix.deterministic:
         call.append("--deterministic")
     if levels != "train" and run.config.env.game is not None:
@@ -133,7 +137,10 @@ def _finished(directory: Path) -> RunRecord | None:
 
 
 def _missing_levels(run: RunRecord, matrix: Matrix) -> list[str]:
-    """Levels still to be played: those of training and others; all, where none was held back."""
+    """Levels still to be played: those of training and others; all, where none was held back.
+
+    An evaluation counts if it is known to be of the checkpoint that the run ended with.
+    """
     held_back = run.config.env.game is not None and run.config.env.num_levels > 0
     wanted = ["train", "test"] if held_back else ["all"]
     found = run.evaluations
@@ -141,6 +148,7 @@ def _missing_levels(run: RunRecord, matrix: Matrix) -> list[str]:
         levels
         for levels in wanted
         if levels not in found
+        or found[levels].origin is None
         or found[levels].num_episodes != matrix.episodes
         or found[levels].deterministic != matrix.deterministic
     ]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.config import EnvName
+from rl_cluster_benchmark.config import MAX_HOURS, MAX_INT, EnvName
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.run.files import write_atomically
 
 FILE = "benchmark.yaml"
+LONGEST_NAME = 240  # of a cell, in bytes: file systems allow 255, and its log has a suffix
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,23 @@ class Matrix(BaseModel):
     configs: list[str] = []  # instead of algorithms x modes
     games: Annotated[list[EnvName], Field(min_length=1)]
     seeds: Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(min_length=1)]
-    duration_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    total_timesteps: Annotated[int, Field(ge=1)] | None = None
-    episodes: Annotated[int, Field(ge=1)] = 100
+    duration_hours: Annotated[float, Field(gt=0, le=MAX_HOURS, allow_inf_nan=False)] | None = None
+    total_timesteps: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    episodes: Annotated[int, Field(ge=1, le=10**9)] = 100
     deterministic: bool = False
     settings: list[str] = []  # section.key=value, of every cell
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Matrix:
+        for name in (cell.name for cell in self.cells()):
+            is_odd = not name.isprintable() or "/" in name or name.startswith(".")
+            if is_odd or len(os.fsencode(name)) > LONGEST_NAME:
+                raise UserError(
+                    f"A cell cannot be called {name!a}: names of configs and games become names of directories, "
+                    f'without "/", a leading "." and control characters and at most {LONGEST_NAME} bytes long. '
+                    "Rename the config file."
+                )
+        return self
 
     def cells(self) -> list[Cell]:
         """Seed by seed, so that after the first round every variant has a result."""

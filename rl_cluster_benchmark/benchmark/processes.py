@@ -1,67 +1,91 @@
-"""Child processes of a benchmark: one at a time, each ends in good order when the benchmark does."""
+"""Child processes of a benchmark or a search: each ends in good order when its parent does."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.run.stop import Signals, die_with_parent
 
-PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_TO_SAVE, SECONDS_TO_DIE = 300.0, 10.0  # from SIGTERM to SIGKILL, and from that to the end
+
+
+class Child:
+    """`rlcb ARGUMENTS` in a process of its own, on these cores if any are named, its output appended to the log.
+
+    It has a session of its own, so that Ctrl-C reaches it through us only; and when we are killed, the kernel asks it
+    to end.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, cores: Collection[int] | None = None) -> None:
+        die = die_with_parent(signal.SIGTERM)
+
+        def settle() -> None:
+            die()
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rl_cluster_benchmark", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=settle,
+            )
+        self.started = time.monotonic()
+        self._asked: float | None = None
+        self._was_killed = False
+
+    def ask_to_end(self) -> None:
+        """Tell it to save and end; it is told once."""
+        if self._asked is None:
+            self._process.send_signal(signal.SIGTERM)
+            self._asked = time.monotonic()
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended; one that was asked to long ago is killed."""
+        if self._asked is not None and time.monotonic() - self._asked > SECONDS_TO_SAVE:
+            self.kill()
+        return self._process.poll() is not None or self._was_killed
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        if self._process.poll() is None and not self._was_killed:
+            self._process.kill()
+            self._was_killed = True
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer holds it
+                self._process.wait(SECONDS_TO_DIE)
+
+    @property
+    def status(self) -> int:
+        return -signal.SIGKILL if self._process.returncode is None else self._process.returncode
 
 
 def run_child(
     arguments: Sequence[str], log: Path, signals: Signals, look: Callable[[], None], deadline: float | None = None
 ) -> int:
-    """Run `rlcb ARGUMENTS`, its output appended to the log; returns its status, 124 when it ran into the deadline.
-
-    A signal is passed on once: the child saves and ends. It has a session of its own, so that Ctrl-C reaches it
-    through us only; and when we are killed, the kernel asks it to end.
-    """
-    parent, libc = os.getpid(), ctypes.CDLL(None)
-
-    def die_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
-    with open(log, "ab") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "rl_cluster_benchmark", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-    started, late = time.monotonic(), False
-    asked: float | None = None
+    """Run `rlcb ARGUMENTS` and pass a signal on; returns its status, 124 when it ran into the deadline."""
+    child, late = Child(arguments, log), False
     try:
-        while child.poll() is None:
-            late = late or (deadline is not None and time.monotonic() - started > deadline)
-            if (signals.received is not None or late) and asked is None:
-                child.send_signal(signal.SIGTERM)
-                asked = time.monotonic()
-            if asked is not None and time.monotonic() - asked > SECONDS_TO_SAVE:
-                break
+        while not child.has_ended():
+            late = late or (deadline is not None and time.monotonic() - child.started > deadline)
+            if signals.received is not None or late:
+                child.ask_to_end()
             look()
             time.sleep(SECONDS_BETWEEN_LOOKS)
     finally:
-        if child.poll() is None:
-            child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer holds it
-                child.wait(SECONDS_TO_DIE)
-    return 124 if late else -signal.SIGKILL if child.returncode is None else child.returncode
+        child.kill()
+    return 124 if late else child.status
 
 
 def reason_in(log: Path, status: int) -> str:

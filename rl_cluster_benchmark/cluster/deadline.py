@@ -7,13 +7,15 @@ import os
 import threading
 from collections.abc import Iterator
 
+from rl_cluster_benchmark.run import commentary
+
 
 @contextlib.contextmanager
 def limited(seconds: float, sentence: str) -> Iterator[None]:
     """A question to a store whose machine is gone may block for ever: then this process ends, with a word."""
 
     def end() -> None:
-        os.write(2, f"error: {sentence}\n".encode())
+        commentary.say(f"error: {sentence}\n")
         os._exit(1)
 
     alarm = threading.Timer(seconds, end)

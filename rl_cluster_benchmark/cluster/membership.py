@@ -32,6 +32,7 @@ class Membership:
         self._beats: dict[int, str] = {}
         self._memory_of: dict[int, int] = {}
         self._heard_at = dict.fromkeys(self._others, time.monotonic())
+        self._left: set[int] = set()
         self._failure: tuple[int, str] | None = None
         self._leaving = threading.Event()
         self._store = connect(timedelta(seconds=timeout))
@@ -108,9 +109,9 @@ class Membership:
         return f"{self.labels[rank]} stopped: {reason}"
 
     def _silences(self) -> list[tuple[int, float]]:
-        """(node, seconds since it was heard of), longest first."""
+        """(node, seconds since it was heard of), longest first; those that have come to a good end are not missed."""
         now = time.monotonic()
-        silences = [(other, now - self._heard_at[other]) for other in self._others]
+        silences = [(other, now - self._heard_at[other]) for other in self._others if other not in self._left]
         return sorted(silences, key=lambda item: -item[1])
 
     def _talk(self) -> None:
@@ -131,6 +132,8 @@ class Membership:
             if text != self._beats.get(other):
                 self._beats[other], self._heard_at[other] = text, time.monotonic()
                 self._memory_of[other] = int(text.split()[1])
+            elif other not in self._left and self._store.check([f"left/{other}"]):
+                self._left.add(other)
         if self._failure is None and self._store.check([FAILED]):
             rank, reason = json.loads(self._store.get(FAILED))
             if rank != self.rank:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import secrets
 import socket
 from dataclasses import dataclass
 
 import psutil
 
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+
+PORTS = range(12_000, 32_000)  # below those that Linux gives to outgoing connections, from 32,768 on
+PORTS_TRIED = 100
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,16 @@ def is_own_address(host: str, port: int) -> bool:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody has, and that the kernel gives to no connection before it is listened at.
+
+    Of its own range the kernel may give it away meanwhile, even to the machine that tries to reach the head there.
+    """
+    for _ in range(PORTS_TRIED):
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise TrainingFailedError(f"No free port from {PORTS.start} to {PORTS.stop - 1} was found at {address}.")
 
 
 def _endpoint_of(interface: str) -> Endpoint:

@@ -14,10 +14,11 @@ from rl_cluster_benchmark import config_files, hardware
 from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.cluster.deadline import limited as _limited
 from rl_cluster_benchmark.cluster.rendezvous import Cluster, meet
-from rl_cluster_benchmark.cluster.store import Interrupted
+from rl_cluster_benchmark.cluster.store import told_if_silent
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.run.files import cannot_write, temporary_name
+from rl_cluster_benchmark.run.stop import Interrupted, Signals
 
 CHUNK = 1 << 20  # of a checkpoint on its way through the store
 SECONDS_BEYOND = 30.0  # cluster.join_timeout, until a blocked process is ended
@@ -25,7 +26,10 @@ SECONDS_TO_SEE_A_FILE = 15.0  # network filesystems show a new file late
 
 
 def train(config: Config, signals: Signals, node_rank: int | None, train_head: Callable[[Cluster], int]) -> int:
-    """Returns the exit status. `train_head` is what the head does, from its run directory to its summary."""
+    """Returns the exit status, or raises Interrupted.
+
+    `train_head` is what the head does, from its run directory to its summary.
+    """
     place = placement.find(config, node_rank)
     if place.num_nodes > 1:
         who = "this machine" if place.rank is None else f"node {place.rank}"
@@ -34,13 +38,10 @@ def train(config: Config, signals: Signals, node_rank: int | None, train_head: C
             f"({who}, from {place.source})",
             flush=True,
         )
-    try:
-        with _limited(config.cluster.join_timeout + SECONDS_BEYOND, "The head's store did not answer any more."):
-            cluster = meet(config, place, signals)
-        with _told_to_others(cluster):
-            return train_head(cluster) if cluster.is_head else _follow(cluster)
-    except Interrupted:
-        return 128 + (signals.received or 0)
+    with _limited(config.cluster.join_timeout + SECONDS_BEYOND, "The head's store did not answer any more."):
+        cluster = meet(config, place, signals)
+    with _told_to_others(cluster):
+        return train_head(cluster) if cluster.is_head else _follow(cluster)
 
 
 @contextlib.contextmanager
@@ -85,16 +86,20 @@ def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, An
     return agreed
 
 
+@told_if_silent()
 def agree_on_work(
     cluster: Cluster, config: Config, root: Path, checkpoint: Path | None, progress: dict[str, Any]
 ) -> None:
     """On the head: tell the others what to train and from where, and wait until all are ready to."""
-    token = root / f".seen-by-all-{uuid.uuid4().hex}"
+    token = temporary_name(root / f"seen-by-all-{uuid.uuid4().hex}")  # the next run removes what a kill leaves
     content = checkpoint.read_bytes() if checkpoint is not None else b""
     chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
     for index, chunk in enumerate(chunks):
         cluster.store.set(f"checkpoint/{index}", chunk)
-    token.write_text(token.name)
+    try:
+        token.write_text(token.name)
+    except OSError as error:
+        raise cannot_write(token, error) from None
     try:
         cluster.publish(
             "work",
@@ -114,6 +119,13 @@ def agree_on_work(
             cluster.store.delete_key(f"checkpoint/{index}")
 
 
+def send_home(cluster: Cluster) -> None:
+    """On the head: tell the others that the run has finished already, and wait until all have heard it."""
+    cluster.publish("work", None)
+    for rank in range(1, len(cluster.nodes)):
+        cluster.read(f"ready/{rank}")
+
+
 def _follow(cluster: Cluster) -> int:
     from rl_cluster_benchmark.execution import several_machines
     from rl_cluster_benchmark.execution.watchdog import limit_of, watched
@@ -121,6 +133,10 @@ def _follow(cluster: Cluster) -> int:
     label = cluster.label(cluster.rank)
     with _limited(cluster.join_timeout + SECONDS_BEYOND, "The head did not say what to do."):
         work = cluster.read("work")
+    if work is None:
+        cluster.publish(f"ready/{cluster.rank}", True)
+        print(f"{label}: nothing is left to do", flush=True)
+        return 0
     config = config_files.build(work["config"], {}, source="the head's config")
     if config.cluster.shared_filesystem:
         _check_sees(Path(work["token"]), label, cluster.nodes[0].name)
@@ -152,8 +168,9 @@ def _received_checkpoint(cluster: Cluster, num_chunks: int) -> Iterator[Path | N
         yield None
         return
     with open(os.memfd_create("rlcb-checkpoint", os.MFD_CLOEXEC), "wb") as file:  # without a name that could be left
-        for index in range(num_chunks):
-            file.write(cluster.store.get(f"checkpoint/{index}"))
+        with told_if_silent():
+            for index in range(num_chunks):
+                file.write(cluster.store.get(f"checkpoint/{index}"))
         file.flush()
         yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 

@@ -6,14 +6,16 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
 
-ATTEMPT_VARIABLE = "RLCB_ATTEMPT"  # set by `rlcb launch`: nodes of an attempt that failed do not meet those of the next
+# Set by `rlcb launch`.
+ATTEMPT_VARIABLE = "RLCB_ATTEMPT"  # nodes of an attempt that failed do not meet those of the next
+JOB_VARIABLE = "RLCB_JOB"  # a name for this launch alone, the same in all its attempts
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class Placement:
 
 
 def find(config: Config, node_rank: int | None, environ: Mapping[str, str] = os.environ) -> Placement:
+    place = _find(config, node_rank, environ)
+    job = environ.get(JOB_VARIABLE, "")
+    return replace(place, job=job, is_restart=True) if job else place
+
+
+def _find(config: Config, node_rank: int | None, environ: Mapping[str, str]) -> Placement:
     if node_rank is not None:
         return _from_flags(config, node_rank, environ)
     if "TORCHELASTIC_RUN_ID" in environ:

@@ -24,8 +24,8 @@ from rl_cluster_benchmark.cluster.store import (
     STORE_TIMEOUT,
     client,
     connect,
-    has,
     prefixed,
+    told_if_silent,
     wait_a_moment,
 )
 from rl_cluster_benchmark.config import Config
@@ -107,12 +107,14 @@ class Cluster:
     def take_signal(self, rank: int, number: int) -> None:
         """Another node was told to stop, and so all stop: this one ends as if it had been told itself."""
         if self.signals.received is None:
-            self.signals.received = number
+            self.signals.receive(number)
             print(f"{self.label(rank)} received {signal.Signals(number).name}: all machines stop.", flush=True)
 
+    @told_if_silent()
     def publish(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
 
+    @told_if_silent()
     def read(self, key: str) -> Any:
         """Wait until some node has published it."""
         deadline = time.monotonic() + self.join_timeout
@@ -122,6 +124,7 @@ class Cluster:
         return json.loads(self.store.get(key))
 
 
+@told_if_silent()
 def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
     """Wait until all nodes are there and agree; returns the cluster they make."""
     store, prefix, rank, nodes = gather(config, placement, signals)
@@ -136,6 +139,7 @@ def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
     return Cluster(rank, nodes, store, address, prefix, membership, placement, config.cluster.join_timeout, signals)
 
 
+@told_if_silent()
 def gather(config: Config, placement: Placement, signals: Signals) -> tuple[Any, str, int, list[Node]]:
     """Wait until all nodes are there: (the store, its prefix, this node's rank, everybody's word), unchecked."""
     here = network.endpoint(placement.master_addr, placement.master_port, config.cluster.interface)
@@ -209,18 +213,18 @@ def _roll_call(
     heard: set[int] = set()
     while True:
         if rank == 0:
-            heard = {other for other in everybody if has(store, f"node/{other}")}
+            heard = {other for other in everybody if store.check([f"node/{other}"])}
             if len(heard) == placement.num_nodes:
                 words = store.multi_get([f"node/{other}" for other in everybody])
                 store.set("list", json.dumps([json.loads(word) for word in words]))
-        if has(store, "list"):
+        if store.check(["list"]):
             nodes = [Node(**word) for word in json.loads(store.get("list"))]
             if rank < len(nodes) and nodes[rank].id == this.id:
                 name = hashlib.sha256("".join(node.id for node in nodes).encode()).hexdigest()
                 store.set(f"answer/{name}/{rank}", "")
                 if rank == 0 and store.check([f"answer/{name}/{other}" for other in everybody]):
                     store.set(f"holds/{name}", "")
-                if has(store, f"holds/{name}"):
+                if store.check([f"holds/{name}"]):
                     return nodes
         missing = f"; missing: node {', '.join(str(other) for other in everybody if other not in heard)}"
         wait_a_moment(

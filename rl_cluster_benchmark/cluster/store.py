@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import queue
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +19,6 @@ from rl_cluster_benchmark.run.stop import Signals
 
 SECONDS_BETWEEN_TRIES = 0.1
 STORE_TIMEOUT = timedelta(seconds=30)  # of one question to the store
-
-
-class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked to stop
-    """A signal came before training began."""
 
 
 def connect(placement: Placement, deadline: float, signals: Signals) -> tuple[Any, int | None]:
@@ -46,13 +45,33 @@ def connect(placement: Placement, deadline: float, signals: Signals) -> tuple[An
                 f"The head at {host}:{port}{own} did not answer in time ({error.strerror or error}); is it started, "
                 "and is the port open between the machines?",
             )
-    try:
-        return client(host, port, STORE_TIMEOUT), rank
-    except RuntimeError as error:
+    late = f"What listens at {host}:{port} did not greet in time: is it the head of a run?"
+    return _greet(host, port, lambda: wait_a_moment(deadline, signals, late)), rank
+
+
+def _greet(host: str, port: int, wait: Callable[[], None]) -> Any:
+    """Return a client of the store; `wait` is called until it is there, since torch looks at no signal meanwhile."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def greet() -> None:
+        try:
+            answers.put(client(host, port, STORE_TIMEOUT))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=greet, name="rlcb-greeting", daemon=True).start()
+    while answers.empty():
+        wait()
+    store = answers.get()
+    if isinstance(store, RuntimeError):
+        wait()  # the head that goes because of a signal is no stranger
         raise UserError(
-            f"What listens at {host}:{port} is not the head of a run ({first_line(error)}); choose another "
+            f"What listens at {host}:{port} is not the head of a run ({first_line(store)}); choose another "
             "--master-port."
-        ) from None
+        )
+    if isinstance(store, Exception):
+        raise store
+    return store
 
 
 def _serve(host: str, port: int) -> Any:
@@ -90,18 +109,21 @@ def prefixed(prefix: str, store: Any) -> Any:
     return dist.PrefixStore(prefix, store)
 
 
-def has(store: Any, key: str) -> bool:
+@contextlib.contextmanager
+def told_if_silent() -> Iterator[None]:
+    """Around questions to the store: it goes with the head."""
+    from torch.distributed import DistError
+
     try:
-        return bool(store.check([key]))
-    except Exception as error:  # torch's exceptions have no common base but RuntimeError
+        yield
+    except DistError as error:
         raise TrainingFailedError(
             f"The head's store no longer answers ({first_line(error)}); did the head stop? Its output says why."
         ) from None
 
 
 def wait_a_moment(deadline: float, signals: Signals, sentence_if_late: str) -> None:
-    if signals.received is not None:
-        raise Interrupted
+    signals.check()
     if time.monotonic() > deadline:
         raise TrainingFailedError(sentence_if_late)
     time.sleep(SECONDS_BETWEEN_TRIES)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+SECONDS_BETWEEN_READINGS = 1.0  # of CPU use: the kernel counts it in hundredths of a second
+
 
 class Processes:
-    """Keeps what it has seen: CPU use is measured from one reading to the next."""
+    """Keeps what it has seen: CPU use is measured from one reading to the next, whoever asks in between."""
 
     def __init__(self) -> None:
         self._seen: dict[int, psutil.Process] = {}
+        self._cpu: dict[int, tuple[float, float]] = {}  # when it was read, and what it was
+        self._cores = (time.monotonic(), psutil.cpu_percent(percpu=True))  # the first has nothing to compare with
+
+    def cores(self) -> list[float]:
+        """How busy each core of the machine was, in percent."""
+        if time.monotonic() - self._cores[0] >= SECONDS_BETWEEN_READINGS:
+            self._cores = time.monotonic(), psutil.cpu_percent(percpu=True)
+        return self._cores[1]
 
     def of_run(self, path: Path) -> list[dict[str, Any]]:
         """The parent, then its workers: CPU in percent of one core, resident memory, and the core it last ran on."""
@@ -29,17 +40,25 @@ class Processes:
                 known = self._seen.get(process.pid)
                 if known != process:  # compares the time it was started too
                     known = self._seen[process.pid] = process
+                    self._cpu.pop(process.pid, None)
                 with contextlib.suppress(psutil.Error):  # one that has just ended
                     rows.append(
                         {
                             "pid": known.pid,
                             "role": "parent" if known.pid == parent else "worker",
-                            "cpu": known.cpu_percent(),
+                            "cpu": self._cpu_of(known),
                             "memory_gb": known.memory_info().rss / 1e9,
                             "core": known.cpu_num(),
                         }
                     )
         return rows
+
+    def _cpu_of(self, process: psutil.Process) -> float:
+        read_at, percent = self._cpu.get(process.pid, (-SECONDS_BETWEEN_READINGS, 0.0))
+        if time.monotonic() - read_at >= SECONDS_BETWEEN_READINGS:
+            percent = process.cpu_percent()
+            self._cpu[process.pid] = time.monotonic(), percent
+        return percent
 
 
 def _is_helper(process: psutil.Process, parent: int) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import urllib.parse
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -54,9 +56,9 @@ class Handler(BaseHTTPRequestHandler):
         if address.path == "/":
             self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page.encode())
         elif address.path == "/data":
-            self._send_json(self.server.directory.snapshot())
+            self._send_json(self.server.directory.snapshot)
         elif address.path == "/series":
-            self._send_json(self.server.directory.series(query.get("run", [""])[0]))
+            self._send_json(partial(self.server.directory.series, query.get("run", [""])[0]))
         else:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here.\n")
 
@@ -66,11 +68,18 @@ class Handler(BaseHTTPRequestHandler):
         name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "")
         return name.lower() in HOSTS and port in ("", str(self.server.server_address[1]))
 
-    def _send_json(self, data: Any) -> None:
+    def _send_json(self, make: Callable[[], Any]) -> None:
+        try:
+            data = make()
+            content = json.dumps(data, allow_nan=False).encode()
+        except Exception as error:  # the page says that what it shows is old, and asks again
+            text = f"This cannot be shown ({type(error).__name__}: {error}).\n"
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", text.encode(errors="replace"))
+            return
         if data is None:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is no such run.\n")
         else:
-            self._send(HTTPStatus.OK, "application/json", json.dumps(data).encode())
+            self._send(HTTPStatus.OK, "application/json", content)
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import threading
 import time
@@ -12,11 +14,13 @@ import psutil
 
 from rl_cluster_benchmark.analysis.curves import REWARD
 from rl_cluster_benchmark.analysis.runs import RunRecord, UnusableRunError, find_runs, is_running, load_run
+from rl_cluster_benchmark.analysis.text import plain
 from rl_cluster_benchmark.dashboard.processes import Processes
 from rl_cluster_benchmark.run.episodes import WINDOW
 
 MAX_SHOWN = 200  # runs
 POINTS = 300
+MAX_REASON = 500
 METRICS = {"reward": REWARD, "speed": "charts/SPS", "memory": "system/memory_gb", "entropy": "losses/entropy"}
 WATCHED = ("config.yaml", "training_summary.json", "metrics.jsonl")
 
@@ -29,7 +33,6 @@ class Directory:
         self._loaded: dict[Path, tuple[Any, RunRecord | str]] = {}
         self._processes = Processes()
         self._lock = threading.Lock()
-        psutil.cpu_percent(percpu=True)  # the first reading has nothing to compare with
 
     def snapshot(self) -> dict[str, Any]:
         with self._lock:
@@ -37,10 +40,10 @@ class Directory:
             newest = sorted(paths, key=_last_change, reverse=True)[:MAX_SHOWN]
             memory = psutil.virtual_memory()
             return {
-                "directory": str(self.root),
+                "directory": plain(str(self.root)),
                 "time": time.strftime("%H:%M:%S"),
                 "machine": {
-                    "cores": psutil.cpu_percent(percpu=True),
+                    "cores": self._processes.cores(),
                     "memory_used_gb": (memory.total - memory.available) / 1e9,
                     "memory_gb": memory.total / 1e9,
                 },
@@ -67,12 +70,21 @@ class Directory:
             steps, times, ys, episodes = zip(*kept, strict=True) if kept else ((), (), (), ())
             early = sum(bool(count < WINDOW) for count in episodes) if label == "reward" else 0
             curves[label] = {"step": steps, "time": [t / 60 for t in times], "y": ys, "early": early}
-        return curves
+        return finite(curves)
 
     def _describe(self, path: Path) -> dict[str, Any]:
-        name, run = self._name(path), self._load(path)
-        if isinstance(run, str):
-            return {"name": name, "state": "unreadable", "reason": run}
+        """What is shown of a run; whatever is wrong with one of them, the others are shown."""
+        name = self._name(path)
+        try:
+            run = self._load(path)
+            if isinstance(run, RunRecord):
+                return finite(self._facts(name, run))
+            reason = run
+        except Exception as error:
+            reason = f"cannot be read ({type(error).__name__}: {error})"
+        return {"name": name, "state": "unreadable", "reason": plain(reason)[:MAX_REASON]}
+
+    def _facts(self, name: str, run: RunRecord) -> dict[str, Any]:
         summary, training = run.summary, run.config.training
         by_steps = summary.total_timesteps / training.total_timesteps
         by_time = summary.duration_hours / training.duration_hours if training.duration_hours else 0.0
@@ -83,6 +95,7 @@ class Directory:
             "name": name,
             "state": run.state,
             "reason": run.reason,
+            "notes": [*run.doubts, *(f"{item.path.name}: {item.reason}" for item in run.left_out)],
             "algorithm": run.algorithm,
             "mode": run.mode,
             "game": run.game,
@@ -95,7 +108,7 @@ class Directory:
             "seconds_left": seconds / fraction * (1 - fraction) if is_live and fraction > 0 else None,
             "memory_gb": summary.peak_memory_gb,
             "phases": summary.phase_shares,
-            "processes": self._processes.of_run(path) if is_live else [],
+            "processes": self._processes.of_run(run.path) if is_live else [],
         }
 
     def _load(self, path: Path) -> RunRecord | str:
@@ -112,12 +125,23 @@ class Directory:
 
     def _name(self, path: Path) -> str:
         relative = path.relative_to(self.root)
-        return str(relative) if relative.parts else self.root.name or str(self.root)
+        name = str(relative) if relative.parts else self.root.name or str(self.root)
+        return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in name)  # so that a browser can ask for it
+
+
+def finite(value: Any) -> Any:
+    """Return the value with None for NaN and infinities, of which JSON knows nothing."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _stamps(path: Path) -> tuple[tuple[int, int], ...]:
     files = [path / name for name in WATCHED]
-    files += sorted((path / "logs").glob("*/metrics.jsonl"))
+    with contextlib.suppress(OSError):
+        files += sorted([*path.glob("logs/*/metrics.jsonl"), *path.glob("eval*.json"), *path.glob("clip.*")])
     return tuple(_stamp(file) for file in files)
 
 

@@ -73,6 +73,7 @@ class Recorder:
     def __init__(self, run: Run) -> None:
         self.run, self.episodes = run, list[tuple[float, int]]()
         self._seconds_before = dict(run.clock.seconds)
+        self._waits_before = dict(run.asynchrony.waits)
         self._restarts_before = int(run.asynchrony.summary().get("actor_restarts", 0))
 
     def record(self, report: dict[str, Any], learners: Tensor, actors: Tensor, restarts: int) -> None:
@@ -81,12 +82,19 @@ class Recorder:
         self.run.clock.seconds = times.mean_phases(everyone, self._seconds_before)
         self.run.worker_cpu_seconds = times.cpu_seconds(everyone)
         asynchrony = report["asynchrony"] | {
-            "async/learner_idle": times.idle_share(learners),
-            "async/actor_idle": times.idle_share(actors),
+            "async/learner_idle": self._idle("learner", learners),
+            "async/actor_idle": self._idle("actor", actors),
             "system/actor_restarts": float(self._restarts_before + restarts),
         }
         self.run.record(report["steps"], self.episodes, report["losses"], asynchrony, report["at"])
         self.episodes.clear()
+
+    def _idle(self, role: str, table: Tensor) -> float:
+        """Return the share of their time, that before a resume included, which a role's processes have waited."""
+        before = self._waits_before.get(role, [0.0, 0.0])
+        waited, lived = (old + new for old, new in zip(before, times.waits(table), strict=True))
+        self.run.asynchrony.waits[role] = [waited, lived]
+        return waited / lived if lived > 0 else 0.0
 
 
 def train(run: Run) -> None:
@@ -159,8 +167,9 @@ def _act(
     move_parameters(model, flat)
     seed = integer_seed(config.env.seed, "actor", progress["updates"], restarts)  # other actions than the one before
     collector = Collector(
-        env, model, n_steps=config.training.n_steps, env_ids=env_ids, seed=seed, device="cpu", clock=clock
-    )
+        env, model, n_steps=config.training.n_steps, env_ids=env_ids, seed=seed, device="cpu", clock=clock,
+        time_limit=config.training.time_limit,
+    )  # fmt: skip
     returns, weights = DiscountedReturns(len(env_ids), config.training.gamma), PublishedWeights(shared.weights)
     page: int | None = None
 
@@ -210,11 +219,10 @@ def _learn(
     lessons = Lessons(config, algorithm, board, shared.claims, store)
     if config.impala.replay_fraction > 0:
         share = -(-config.impala.replay_size // shared.num_learners)
-        layout, number = (
-            unroll_layout(task, config.training.n_steps),
-            rank + (shared.seat.first_learner if shared.seat else 0),
-        )
-        lessons.replay_from(ReplayFile(shared.folder, share, layout), stream(config.env.seed, "replay", number))
+        layout = unroll_layout(task, config.training.n_steps)
+        number = rank + (shared.seat.first_learner if shared.seat else 0)
+        random = stream(config.env.seed, "replay", number, progress["updates"])
+        lessons.replay_from(ReplayFile(shared.folder, share, layout), random)
     leader = None
     if rank == 0:
         weights = PublishedWeights(shared.weights)

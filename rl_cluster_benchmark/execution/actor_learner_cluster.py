@@ -39,7 +39,10 @@ def train(run: Run, cluster: Cluster) -> None:
         cluster, run.config, run.plan, run.directory.root, run.resumed_path, run.progress_state()
     )
     records = Records(run, here)
-    here.train(look=lambda: order_of(run), start=run.start, hear=records.hear)
+    try:
+        here.train(look=lambda: order_of(run), start=run.start, hear=records.hear)
+    finally:  # also of a run that fails every step counts
+        records.record_the_rest()
     records.finish()
 
 
@@ -146,9 +149,11 @@ class Records:
         elif kind == "final state":
             self._final_state = checkpoint.unpack(content)
 
-    def finish(self) -> None:
+    def record_the_rest(self) -> None:
         if self._together:
             self._record()
+
+    def finish(self) -> None:
         assert self._final_state is not None
         self.run.finish(self._final_state)
 
@@ -167,8 +172,8 @@ class Records:
         }
         if self.here.shared.is_on_its_own:
             report["asynchrony"][EXCHANGES] = float(self._exchanges_before + self.here.council.exchanges)
-        self._recorder.record(report, learners, actors, sum(table["restarts"] for table in self._times.values()))
         self._together.clear()
+        self._recorder.record(report, learners, actors, sum(table["restarts"] for table in self._times.values()))
 
 
 def _merged(parts: list[dict[str, float]]) -> dict[str, float]:

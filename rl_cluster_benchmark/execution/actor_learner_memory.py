@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution import machine, times
 from rl_cluster_benchmark.execution.claims import Claims
-from rl_cluster_benchmark.execution.data_parallel import SMALL_SPARE, VECTOR_SPARE, gloo_store
+from rl_cluster_benchmark.execution.data_parallel import SMALL_SPARE, VECTOR_SPARE, gloo_file
 from rl_cluster_benchmark.execution.leader import Board
 from rl_cluster_benchmark.execution.leaders import Seat
 from rl_cluster_benchmark.execution.others import OnTheirOwn
@@ -36,7 +35,7 @@ class Shared:
         self.num_learners = plan.num_learners
         learners = seat.total_learners if seat else plan.num_learners
         each = config.unrolls_per_learner(learners)
-        self.steps_per_update = max(1, round(config.env.num_envs / (each * learners)))
+        self.steps_per_update = max(1, round(config.env.num_envs / (each * learners))) * config.impala.passes
         size = self.task.num_parameters
         self.flags = SharedTensors(
             {
@@ -56,11 +55,10 @@ class Shared:
         )
         self.weights = PublishedWeights.allocate(size)
         self.claims = Claims()
-        self._gloo = gloo_store() if config.parallel.reduce == "gloo" and seat is None else None
-        self.means: SharedTensors | int = (
-            SharedMemoryReducer.allocate(self.num_learners, size + VECTOR_SPARE, SMALL_SPARE)
-            if self._gloo is None
-            else self._gloo.port
+        self.means: SharedTensors | str = (
+            gloo_file()
+            if config.parallel.reduce == "gloo" and seat is None
+            else SharedMemoryReducer.allocate(self.num_learners, size + VECTOR_SPARE, SMALL_SPARE)
         )
 
     @property
@@ -71,9 +69,6 @@ class Shared:
     @property
     def saves(self) -> bool:
         return self.seat is None or self.seat.node_rank == 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_gloo": None}
 
     def board(self) -> Board:
         return Board(self.flags, self.num_learners, self.plan.micro_batch // self.config.training.n_steps)

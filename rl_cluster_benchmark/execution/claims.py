@@ -1,18 +1,20 @@
 """Work that several processes share out among themselves: whoever is ready takes the next piece.
 
-It is a pipe: the kernel hands each number to one reader only, and nobody can die holding a lock.
+It is a pipe: the kernel hands each number to one reader only, and nobody can die holding a lock. What its writer stored
+before, whoever takes a number sees, on any CPU: the kernel locks the pipe for both.
 """
 
 from __future__ import annotations
 
 import multiprocessing.reduction
 import os
+import select
 import struct
 from collections.abc import Iterable
 from typing import Any
 
 NUMBER = struct.Struct("q")
-MOST = 512  # numbers that fit into the smallest pipe that Linux makes, for a user who has many: one page
+MOST = select.PIPE_BUF // NUMBER.size  # numbers that any pipe holds: Linux makes the smallest, for a user who has many
 
 
 class Claims:
@@ -20,9 +22,21 @@ class Claims:
         self.reading, self._writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def offer(self, numbers: Iterable[int]) -> None:
+        """Add numbers, of which there may be MOST at a time.
+
+        A page of a pipe has room again only when all of it has been read. Where it is the only one, whatever is left on
+        it is read, and written together with what is new.
+        """
         message = b"".join(map(NUMBER.pack, numbers))
-        if os.write(self._writing, message) < len(message):
-            raise OSError("a pipe holds less than this system's pipes should")
+        written = 0
+        while written < len(message):
+            try:
+                written += os.write(self._writing, message[written:])
+            except BlockingIOError:
+                left = b"".join(map(NUMBER.pack, iter(self.take, None)))
+                if len(left) + len(message) - written > select.PIPE_BUF:
+                    raise OSError(f"more than {MOST} numbers do not fit into a pipe") from None
+                message, written = left + message[written:], 0
 
     def take(self) -> int | None:
         """None when there is nothing left."""

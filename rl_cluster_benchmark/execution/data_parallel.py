@@ -6,6 +6,7 @@ memory, and all go on with the same parameters. The parent only watches, writes 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -16,7 +17,7 @@ import torch
 
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.algorithms.reduction import Reducer
-from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.config import MAX_ENVS, Config
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.shared import SharedTensors
@@ -26,6 +27,7 @@ from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.rollout import Episode
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 from rl_cluster_benchmark.timing import PHASES, PhaseClock
@@ -44,14 +46,14 @@ def train(run: Run) -> None:
     shared = SharedTensors(
         {
             "order": ((1,), torch.int64),
-            "episodes": ((num_workers, longest + 1, 2), torch.float32),  # first row: how many
+            "episodes": episode_table(num_workers, longest),
         }
     )
-    store = gloo_store() if config.parallel.reduce == "gloo" else None
     task = Task.of(config)
     work = SharedWork(task, shards, config, plan) if plan.shares_work(config) else None
     spares = num_pieces(num_workers) if work else 0
-    means = SharedMemoryReducer.allocate(num_workers, *sums(config, task), spares) if store is None else store.port
+    through_gloo = config.parallel.reduce == "gloo"
+    means = gloo_file() if through_gloo else SharedMemoryReducer.allocate(num_workers, *sums(config, task), spares)
     args = (config, plan, shards, shared, means, work, run.resumed_path, run.progress_state())
 
     with WorkerPool(_work, num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
@@ -59,21 +61,36 @@ def train(run: Run) -> None:
             write_down(run, kind, content)
 
 
+def episode_table(num_workers: int, longest: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and type of what each worker writes its finished episodes to; the first row says how many."""
+    return (num_workers, longest + 1, len(Episode._fields)), torch.float64
+
+
+def in_order(rows: torch.Tensor) -> torch.Tensor:
+    """Sort episodes by when they ended, those of one moment by their environments: whoever played, it is the same."""
+    slots, env_ids = rows[:, 2].long(), rows[:, 3].long()
+    return rows[torch.argsort(slots * MAX_ENVS + env_ids)]
+
+
 def reports(
     run: Run, pool: WorkerPool, shards: Sequence[Sequence[int]], order: torch.Tensor,
     when_ready: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, Any]]:  # fmt: skip
-    """What the workers say, but for that they have started: time counts from when all have."""
-    started = 0
+    """What the workers say, but for that they have started: time counts from when all have.
+
+    A parent that was busy may hear of the first update before it hears that the last worker has started.
+    """
+    started, has_begun = 0, False
     for rank, (kind, content) in pool.messages(lambda: give_orders(run, order)):
-        if kind != "started":
-            yield kind, content
-            continue
-        print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
-        started += 1
-        if started == len(shards):
+        if kind == "started":
+            print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
+            started += 1
+        if not has_begun and (kind != "started" or started == len(shards)):
+            has_begun = True
             run.start()
             when_ready()
+        if kind != "started":
+            yield kind, content
 
 
 def write_down(run: Run, kind: str, content: Any) -> None:
@@ -89,7 +106,8 @@ def write_down(run: Run, kind: str, content: Any) -> None:
 
 
 def give_orders(run: Run, order: torch.Tensor) -> None:
-    """Tell the workers, through memory they all see, that the run is to end."""
+    """Tell the workers, through memory they all see, that the run is to end; before it has begun, it just ends."""
+    run.check_begun()
     if run.interrupted():
         order[0] = INTERRUPTED
     elif run.should_stop():
@@ -98,7 +116,7 @@ def give_orders(run: Run, order: torch.Tensor) -> None:
 
 def _work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    means: SharedTensors | int, work: SharedWork | None, resumed_path: Path | None, progress: dict[str, Any],
+    means: SharedTensors | str, work: SharedWork | None, resumed_path: Path | None, progress: dict[str, Any],
 ) -> None:  # fmt: skip
     """In a worker."""
     hardware.prepare_process(plan.num_threads)
@@ -153,11 +171,11 @@ class WorkerCourse:
         self._started = self._saved_at = time.perf_counter()
         self._cpu_started = time.process_time()
 
-    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+    def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
         table = self.shared["episodes"][self.rank]
         table[0, 0] = len(episodes)
         if episodes:
-            table[1 : len(episodes) + 1] = torch.tensor(episodes)
+            table[1 : len(episodes) + 1] = torch.tensor(episodes, dtype=table.dtype)
         elapsed, cpu = time.perf_counter() - self._started, time.process_time() - self._cpu_started
         mine = [float(steps), elapsed, cpu, *(self.clock.seconds[name] for name in PHASES)]
         total_steps, elapsed, cpu, *seconds = self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
@@ -171,7 +189,7 @@ class WorkerCourse:
                 "record",
                 {
                     "steps": int(total_steps),
-                    "episodes": [tuple(row) for row in everyones.tolist()],
+                    "episodes": [tuple(row) for row in in_order(everyones).tolist()],
                     "losses": losses,
                     "at": self._elapsed,
                     "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
@@ -180,7 +198,7 @@ class WorkerCourse:
             )
 
     def finished_episodes(self) -> torch.Tensor | None:
-        """(reward, length) of each that ended in this rollout, [n, 2]."""
+        """Return a row for each that ended in this rollout, with the fields of Episode."""
         return torch.cat([table[1 : int(table[0, 0]) + 1] for table in self.shared["episodes"]])
 
     def checkpoint_due(self) -> bool:
@@ -204,10 +222,12 @@ class WorkerCourse:
         self.clock.seconds = dict.fromkeys(PHASES, 0.0)
 
 
-def gloo_store() -> Any:
-    import torch.distributed as dist
+def gloo_file() -> str:
+    """Make a file in memory through which workers that use Gloo find each other; it lasts as long as this process.
 
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    Unlike a port, it can be opened by processes of this user only.
+    """
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create('rlcb-gloo', os.MFD_CLOEXEC)}"
 
 
 def sums(config: Config, task: Task) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from rl_cluster_benchmark.execution.data_parallel import (
     INTERRUPTED,
     TIME_IS_UP,
     WorkerCourse,
+    episode_table,
     sums,
     write_down,
 )
@@ -37,6 +38,7 @@ from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.rollout import Episode
 from rl_cluster_benchmark.run.memory import MemoryReadings
 from rl_cluster_benchmark.run.run import Run
 
@@ -55,7 +57,7 @@ class Node:
         self.shared = SharedTensors(
             {
                 "order": ((2,), torch.int64),
-                "episodes": ((plan.num_workers, longest + 1, 2), torch.float32),  # first row: how many
+                "episodes": episode_table(plan.num_workers, longest),
             }
         )
         task = Task.of(config)
@@ -70,8 +72,11 @@ class Node:
     ) -> None:  # fmt: skip
         """Run the workers to their end. `look` gives the order for them, `hear` gets what they report."""
         membership, received = self.cluster.membership, self.cluster.signals
+        has_begun = False
 
         def watch() -> None:
+            if not has_begun:
+                received.check()
             order = look()
             if order == INTERRUPTED:
                 self.shared["order"][SIGNAL] = received.received or 0
@@ -84,6 +89,7 @@ class Node:
         limit = limit_of(self.config)
         with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores, watchdog=limit) as pool:
             for rank, (kind, content) in pool.messages(watch):
+                has_begun |= kind == "started"  # all workers of all machines are ready
                 if kind == "lost contact":
                     raise membership.explain(TrainingFailedError(content))
                 if kind == "signal elsewhere":
@@ -195,7 +201,7 @@ class NodeCourse(WorkerCourse):
         self._meet()  # nothing is written before all machines are ready
         super().start()
 
-    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+    def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
         if self._averages:  # so far they are this machine's
             mean = self.reduce(torch.tensor([*losses.values()], dtype=torch.float64)) / self.num_workers
             losses = dict(zip(losses, mean.tolist(), strict=True))

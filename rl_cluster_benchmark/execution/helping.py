@@ -5,6 +5,8 @@ step is the network, and the observations lie where everyone can read them. So a
 the images of one that is not, a second one some more, until the rollout of that one is complete.
 Only with the network in C: what it makes of an image does not depend on the others in the batch, so the numbers are the
 same whoever computes them.
+This relies on the order of stores, which x86 keeps: observations and STEP, START and END, then ASKED; features, then
+ANSWERED. Whatever was asked is answered before FINISHED, so a helper never leaves in the middle.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class SharedHelp:
             }
         )
         self.free = Claims()  # numbers of posts; who takes one helps there
-        self.free.offer(range(num_workers * self.posts))
+        self.free.offer(range(min(MOST, num_workers * self.posts)))  # beyond that, workers get no help
 
 
 class Helping:

@@ -3,6 +3,8 @@
 Each worker copies the parameters, collects a rollout with the copy, and lets the optimiser step with its own gradient
 on what the parameters are by then. Parameters and the optimiser's statistics lie in shared memory. With one worker this
 is A2C, number for number.
+Of what two workers add to one parameter at the same moment, one part may be lost, as in the paper. Counters and returns
+have one writer each, and lose nothing. The end relies on the order of stores: everything else before DONE.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.execution.watchdog import limit_of
 from rl_cluster_benchmark.execution.workers import WorkerPool
 from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.rollout import Episode
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 from rl_cluster_benchmark.timing import PhaseClock, beat
@@ -55,22 +58,27 @@ def train(run: Run) -> None:
         """As many updates as there are workers count as one: as much experience as an update of A2C."""
         run.clock.seconds = times.mean_phases(shared["times"], seconds_before)
         run.worker_cpu_seconds = times.cpu_seconds(shared["times"])
-        run.record(**merged(together))
+        report = merged(together)
         together.clear()
+        run.record(**report)
 
     shared["closed"].fill_(1)  # no other machine is waited for at the end
     with WorkerPool(work, num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
-        for kind, content in reports(run, pool, shards, shared["order"], when_ready=lambda: shared["go"].fill_(1)):
-            if kind == "record":
-                together.append(content)
-                if len(together) == num_workers:
-                    record()
-            elif kind == "save":
-                run.save(checkpoint.unpack(content))
-            elif kind == "final state":
-                final_state = checkpoint.unpack(content)
-        if together:
-            record()
+        try:
+            for kind, content in reports(run, pool, shards, shared["order"], when_ready=lambda: shared["go"].fill_(1)):
+                if kind == "record":
+                    together.append(content)
+                    if len(together) == num_workers:
+                        record()
+                elif kind == "save":
+                    if together:
+                        record()  # the parameters have learned from these steps: the checkpoint counts them
+                    run.save(checkpoint.unpack(content))
+                elif kind == "final state":
+                    final_state = checkpoint.unpack(content)
+        finally:  # also of a run that fails every step counts
+            if together:
+                record()
         assert final_state is not None
         run.finish(final_state)
 
@@ -185,7 +193,9 @@ class HogwildCourse:
         self.rank, self.connection, self.config, self.shared, self.saves = rank, connection, config, shared, saves
         self.clock = PhaseClock()
         self.time = times.TimeKeeper(shared["times"][rank], self.clock)
-        self.updates = progress["updates"]  # of this worker, from where the run was resumed
+        self._updates_before = progress["updates"]  # of the run, when it was resumed
+        # Of this worker: more than it can have made before, however far ahead: no random number comes twice.
+        self.updates = progress["updates"] * len(shared["counters"])
         self.version = 0
         self._steps_before, self._elapsed_before = progress["steps"], progress["elapsed"]
 
@@ -214,7 +224,7 @@ class HogwildCourse:
 
     def should_stop(self) -> bool:
         order = int(self.shared["order"][0])
-        return order == INTERRUPTED or (order == TIME_IS_UP and self.count(UPDATES) > 0)
+        return order == INTERRUPTED or (order == TIME_IS_UP and self._updates_before + self.count(UPDATES) > 0)
 
     def interrupted(self) -> bool:
         return int(self.shared["order"][0]) == INTERRUPTED
@@ -225,7 +235,7 @@ class HogwildCourse:
         self.time.start()
         self._saved_at = time.perf_counter()
 
-    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None:
+    def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
         mine = self.shared["counters"][self.rank]
         lag = self.count(UPDATES) - self.version  # updates by others while this one was made
         mine[STEPS] += steps

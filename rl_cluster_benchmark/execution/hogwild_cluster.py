@@ -43,9 +43,9 @@ def train(run: Run, cluster: Cluster) -> None:
         run.clock.seconds = times.mean_phases(everyone, seconds_before)
         run.worker_cpu_seconds = times.cpu_seconds(everyone)
         report = hogwild.merged(together)
+        together.clear()
         report["asynchrony"][EXCHANGES] = float(before + here.council.exchanges)
         run.record(**report)
-        together.clear()
 
     def hear(node: int, kind: str, content: Any) -> None:
         nonlocal final_state
@@ -56,13 +56,17 @@ def train(run: Run, cluster: Cluster) -> None:
         elif kind == "times":
             tables[node] = torch.tensor(content, dtype=torch.float64)
         elif kind == "save":
+            if together:
+                record()  # the parameters have learned from these steps: the checkpoint counts them
             run.save(checkpoint.unpack(content))
         elif kind == "final state":
             final_state = checkpoint.unpack(content)
 
-    here.train(run.resumed_path, run.progress_state(), look=lambda: order_of(run), start=run.start, hear=hear)
-    if together:
-        record()
+    try:
+        here.train(run.resumed_path, run.progress_state(), look=lambda: order_of(run), start=run.start, hear=hear)
+    finally:  # also of a run that fails every step counts
+        if together:
+            record()
     assert final_state is not None
     run.finish(final_state)
 

@@ -104,11 +104,33 @@ class Leader:
         self._done: list[dict[str, float]] = []  # losses of the steps of the update in hand
         self._new_steps, self._lags, self._ages, self._in_use = 0, [], [], []  # type: ignore[var-annotated]
         self._rows = np.empty(0, dtype=np.int64)
-        self._count = 0
+        self._count = self._passes_left = 0
         self._saved_at = time.perf_counter()
 
     def hand_out(self, clock: PhaseClock) -> None:
-        """Announce the next step as soon as there are unrolls enough for it, or that there will be none."""
+        """Announce the next step, or that there will be none.
+
+        It is another pass over the unrolls of the step before, or it begins as soon as there are enough new ones.
+        """
+        if self._passes_left > 0:
+            self._hand_out_again(clock)
+        else:
+            self._hand_out_new(clock)
+
+    def _hand_out_again(self, clock: PhaseClock) -> None:
+        """Announce another pass. It counts no steps, as its unrolls are not new."""
+        with clock.phase("communication"):
+            rate = learning_rate(self.config.training, self._fraction)
+            news = self.others.agree(News(stop=self._should_stop(), rate=rate, steps=0, returns=[0.0] * 3))
+        if news.stop:
+            self.board.stop()
+            return
+        self.algorithm.normalize_rewards.scale.add(*news.returns)  # of machines that are not in step with this one
+        self._passes_left -= 1
+        self._lags += (self.weights.version - self.store.versions(self._rows)).tolist()
+        self._announce(self._rows, news.rate)
+
+    def _hand_out_new(self, clock: PhaseClock) -> None:
         replayed = self._replayed()
         wanted = self.board.num_rows - replayed
         found = self.store.full()
@@ -130,15 +152,19 @@ class Leader:
             self.board.stop()
             return
         self._note(news, len(found))
-        rows = np.concatenate([self._rows, np.full(replayed, REPLAY)])
+        self._passes_left = self.config.impala.passes - 1
+        self._announce(np.concatenate([self._rows, np.full(replayed, REPLAY)]), news.rate)
+
+    def _announce(self, rows: NDArray[np.int64], rate: float) -> None:
         self._count += 1
         self.claims.offer(range(self.board.num_groups))
         divisor = self.algorithm.normalize_rewards.scale.divisor
-        self.board.announce(self._count, rows, news.rate, divisor, self.others.correction())
+        self.board.announce(self._count, rows, rate, divisor, self.others.correction())
 
     def step_done(self, losses: dict[str, float]) -> bool:
         """All learners have taken the step; True when that ends an update."""
-        self.store.release(self._rows)
+        if self._passes_left == 0:
+            self.store.release(self._rows)
         self.weights.publish(self.algorithm.learner.flat)
         self.others.step_done()
         self._done.append(losses)

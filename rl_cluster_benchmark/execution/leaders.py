@@ -99,7 +99,7 @@ class Leaders:
         longest = int(counts.max())
         if longest == 0:
             return rows if self.seat.node_rank == 0 else None
-        padded = torch.zeros(longest, rows.shape[1])
+        padded = torch.zeros(longest, rows.shape[1], dtype=rows.dtype)
         padded[: len(rows)] = rows
         parts = [torch.empty_like(padded) for _ in counts] if self.seat.node_rank == 0 else None
         with told_as_loss(self.seat):

@@ -22,7 +22,7 @@ from rl_cluster_benchmark.execution.work_sharing import WorkSharing
 from rl_cluster_benchmark.hardware import Plan
 from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.models import ActorCritic, make_model
-from rl_cluster_benchmark.rollout import Collector, Rollout
+from rl_cluster_benchmark.rollout import Collector, Episode, Rollout
 from rl_cluster_benchmark.seeding import integer_seed
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -47,7 +47,7 @@ class Course(Protocol):
 
     def start(self) -> None: ...
 
-    def record(self, steps: int, episodes: Sequence[tuple[float, int]], losses: dict[str, float]) -> None: ...
+    def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None: ...
 
     def checkpoint_due(self) -> bool: ...
 
@@ -83,6 +83,7 @@ class Worker:
             seed=config.env.seed,
             device=config.hardware.device,
             clock=course.clock,
+            time_limit=config.training.time_limit,
         )
         if sharing is not None:
             collector.rollout, collector.helping = sharing.rollout(), sharing.helping(model, course.clock)

@@ -52,8 +52,8 @@ class Machine:
         started: set[int] = set()
 
         def watch() -> None:
-            self.council.ready = len(started) == len(pool.processes)
-            done = self._first_is_done and pool.num_finished == len(pool.processes) - 1
+            self.council.ready = len(started) == pool.num_workers
+            done = self._first_is_done and pool.num_finished == pool.num_workers - 1
             self._tell_times(now=done and not self.council.done)
             self.council.done = done
             self._talk()
@@ -80,7 +80,10 @@ class Machine:
             self._told_at = time.monotonic()
 
     def _talk(self) -> None:
-        council, flags, order = self.council, self.flags, self._look()
+        council, flags = self.council, self.flags
+        if not council.has_begun:
+            self.cluster.signals.check()
+        order = self._look()
         council.time_is_over |= order == TIME_IS_UP
         council.signal = self.cluster.signals.received or 0
         council.poll()

@@ -10,9 +10,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import signal
 
-from rl_cluster_benchmark.execution.workers import GAME_VARIABLE, PARENT_VARIABLE, die_with_parent
+from rl_cluster_benchmark.execution.workers import (
+    GAME_VARIABLE,
+    PARENT_VARIABLE,
+    SERVER_NAME,
+    die_with_parent,
+    name_process,
+)
+from rl_cluster_benchmark.run.stop import leave_orders_to_parent
 
 QT_POOL, QT_WAIT = "_ZN11QThreadPool14globalInstanceEv", "_ZN11QThreadPool11waitForDoneEi"
 SERVER = os.getpid()  # a forked worker finds its parent here
@@ -20,8 +26,7 @@ SERVER = os.getpid()  # a forked worker finds its parent here
 
 def _load() -> None:
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
+    leave_orders_to_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers compute on the CPU, and a CUDA context starts threads
     from rl_cluster_benchmark import hardware
 
@@ -65,4 +70,7 @@ def _end_qt_threads(qt: ctypes.CDLL) -> None:
     wait_for_done(ctypes.c_void_p(global_instance()), -1)
 
 
-_load()
+try:
+    _load()
+finally:
+    name_process(SERVER_NAME)  # ready: the parent waits for it

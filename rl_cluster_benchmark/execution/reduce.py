@@ -2,10 +2,12 @@
 
 Through shared memory, every worker puts its vector where all can read it, sums its own slice of everyone's, and reads
 the whole sum back. Each adds in the order of the ranks, so the result is the same on all and from run to run.
+This relies on the order of stores: what a worker has written is seen by whoever sees it arrive (`meet`). x86 keeps it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,6 +19,8 @@ from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.execution.waiting import wait_until
 from rl_cluster_benchmark.timing import PhaseClock
+
+LOOPBACK_INTERFACE = "lo"
 
 
 class SharedMemoryReducer:
@@ -103,13 +107,14 @@ class SharedMemoryReducer:
 
 
 class GlooReducer:
-    """The same through torch.distributed, over the loopback interface."""
+    """The same through torch.distributed. It listens on the loopback interface only."""
 
-    def __init__(self, rank: int, num_workers: int, port: int, clock: PhaseClock) -> None:
+    def __init__(self, rank: int, num_workers: int, file: str, clock: PhaseClock) -> None:
         import torch.distributed as dist
 
         self.rank, self.num_workers, self.clock, self._dist = rank, num_workers, clock, dist
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE  # else the one that has this machine's name
+        store = dist.FileStore(file, num_workers)
         # A worker that hangs or dies is the parent's to find: it does so long before this.
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_workers, timeout=timedelta(hours=1))
 
@@ -124,8 +129,8 @@ class GlooReducer:
     total = __call__
 
 
-def join(means: SharedTensors | int, rank: int, num_workers: int, clock: PhaseClock) -> Reducer:
-    """A worker's end of either: through memory that the parent made, or through the port of a Gloo store."""
-    if isinstance(means, int):
+def join(means: SharedTensors | str, rank: int, num_workers: int, clock: PhaseClock) -> Reducer:
+    """A worker's end of either: through memory that the parent made, or through the file of a Gloo store."""
+    if isinstance(means, str):
         return GlooReducer(rank, num_workers, means, clock)
     return SharedMemoryReducer(means, rank, clock)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_cluster_benchmark.errors import UserError
+
 ALIGNMENT = 4096
 CACHE_LINE = 8  # of 8-byte numbers: rows that different processes write do not share one
 
@@ -28,7 +30,14 @@ class SharedTensors:
     def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         self._layout = layout
         self._fd = os.memfd_create("rl_cluster_benchmark", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, sum(_size(shape, dtype) for shape, dtype in layout.values()))
+        size = sum(_size(shape, dtype) for shape, dtype in layout.values())
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            raise UserError(
+                f"{size / 2**20:,.1f} MiB of shared memory cannot be had ({error.strerror}); a limit of the size of "
+                "files (ulimit -f) holds for it, too."
+            ) from None
         self._map()
 
     def __getitem__(self, name: str) -> Tensor:

@@ -41,8 +41,11 @@ class Costs:
     learn: float
 
 
-def fill_in(config: Config) -> Config:
-    """Decide whatever the config leaves open: the actors are then in parallel.num_workers."""
+def fill_in(config: Config, look: Callable[[], None] = lambda: None) -> Config:
+    """Decide whatever the config leaves open: the actors are then in parallel.num_workers.
+
+    That may take a measurement, during which `look` is called.
+    """
     cores = hardware.detect().usable_cores
     actors: int | str = config.impala.num_actors or config.parallel.num_workers or "auto"
     learners: int | str = config.impala.num_learners
@@ -50,7 +53,7 @@ def fill_in(config: Config) -> Config:
         if isinstance(learners, int):
             actors = max(1, cores - learners)
         else:
-            actors, learners = (1, learners) if cores <= hardware.FEW_CORES else _measured(config, cores)
+            actors, learners = (1, learners) if cores <= hardware.FEW_CORES else _measured(config, cores, look)
     data = config.model_dump()
     per_actor = config.parallel.num_envs_per_worker
     num_envs = actors * per_actor if per_actor is not None else config.env.num_envs  # of all machines, if several
@@ -64,11 +67,11 @@ def fill_in(config: Config) -> Config:
     return config_files.build(data, {}, source="config")
 
 
-def _measured(config: Config, cores: int) -> tuple[int, int]:
-    fresh = 1 - config.impala.replay_fraction
+def _measured(config: Config, cores: int, look: Callable[[], None]) -> tuple[int, int]:
+    fresh = (1 - config.impala.replay_fraction) / config.impala.passes
     machines = config.num_machines
     unrolls = max(1, config.unrolls_per_step // machines)
-    costs = measure(config, cores, unrolls, SECONDS, machines)
+    costs = measure(config, cores, unrolls, SECONDS, machines, look)
     actors, learners = split(costs, cores, unrolls, fresh)
     print(
         f"Split of {cores} cores: {actors} actors, {learners} learners (a step costs {1e3 * costs.act(actors):.2f} ms "
@@ -97,8 +100,11 @@ def _candidates(cores: int) -> range:
     return range(-(-cores // FEWEST_ACTORS), cores)
 
 
-def measure(config: Config, cores: int, unrolls: int, seconds: float, machines: int = 1) -> Costs:
-    """On all cores at once, with one thread each, as actors and learners have."""
+def measure(
+    config: Config, cores: int, unrolls: int, seconds: float, machines: int = 1,
+    look: Callable[[], None] = lambda: None,
+) -> Costs:  # fmt: skip
+    """On all cores at once, with one thread each, as actors and learners have; `look` is called now and then."""
     given = config.parallel.num_envs_per_worker
     sizes = {  # of each actor
         actors: given or -(-config.env.num_envs // (actors * machines)) for actors in _candidates(cores)
@@ -106,7 +112,7 @@ def measure(config: Config, cores: int, unrolls: int, seconds: float, machines: 
     places = hardware.places(config.parallel.pin, cores, 1, hardware.detect())
     args = (config, sorted(set(sizes.values())), cores, unrolls, seconds)
     with WorkerPool(_measure, cores, args, places) as pool:
-        found = [costs for _, costs in pool.messages(lambda: None)]
+        found = [costs for _, costs in pool.messages(look)]
     learn, *act = (median(costs) for costs in zip(*found, strict=True))
     by_size = dict(zip(args[1], act, strict=True))
     return Costs(lambda actors: by_size[sizes[actors]], learn)

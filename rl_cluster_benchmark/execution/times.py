@@ -49,7 +49,6 @@ def cpu_seconds(table: Tensor) -> float:
     return float(table[:, -1].sum())
 
 
-def idle_share(table: Tensor) -> float:
-    """Of the time of these processes, how much did they wait?"""
-    waited, lived = table[:, PHASES.index("waiting")].sum(), table[:, -2].sum()
-    return float(waited / lived) if lived > 0 else 0.0
+def waits(table: Tensor) -> list[float]:
+    """Return how many seconds these processes have waited, and how many they have lived."""
+    return [float(table[:, PHASES.index("waiting")].sum()), float(table[:, -2].sum())]

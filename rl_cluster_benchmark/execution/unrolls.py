@@ -4,7 +4,8 @@ Each actor has a few pages of its own. A page holds an unroll of each of its env
 they are stepped. `written` counts how often a page was filled, `consumed` how often each of its unrolls was learned
 from; an unroll is there to be learned from while the first is ahead, a page is free when all of its unrolls have caught
 up. Every number has one writer, so nothing is locked, and an actor killed at any moment leaves nothing half-done: what
-it had not finished was never there.
+it had not finished was never there. This relies on the order of stores, which x86 keeps: the
+page before `written`.
 """
 
 from __future__ import annotations

@@ -16,13 +16,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rl_cluster_benchmark import timing
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.run import commentary
 
 SIGNAL = signal.SIGUSR2  # asks a worker for its stack
 STARTUP_SECONDS = 60.0  # more, until a process counts for the first time
@@ -32,7 +34,6 @@ OWN_PAUSE = 5.0  # seconds between two looks, from which on we were the ones who
 BEATS, WAITING = 0, 1
 ROW = 8  # numbers of 8 bytes: rows of different workers do not share a cache line
 PAGE = 4096
-STDERR = 2  # the descriptor: whatever sys.stderr is by now
 
 
 class Pulse:
@@ -138,9 +139,19 @@ def limit_of(config: Config) -> float:
     return max(limit, config.cluster.timeout + SECONDS_BEYOND) if config.mode == "distributed" else limit
 
 
+def longest_hang(config: Config) -> float:
+    """Return how many seconds a main process may hang, at most, until it has ended itself."""
+    return limit_of(config) + SECONDS_BEYOND + STARTUP_SECONDS
+
+
 @contextlib.contextmanager
-def watched(limit: float, *, is_parent: bool) -> Iterator[None]:
-    """This process must count, too; else it says where it stands, and ends. A parent waits for its workers' ends."""
+def watched(
+    limit: float, *, is_parent: bool, waits_for: Callable[[], Path | None] = lambda: None
+) -> Iterator[None]:  # fmt: skip
+    """This process must count, too; else it says where it stands, and ends. A parent waits for its workers' ends.
+
+    `waits_for` names the file that the disk has not taken yet, if there is one.
+    """
     beats, ended = 0, threading.Event()
     limit += SECONDS_BEYOND if is_parent else 0.0
 
@@ -158,10 +169,12 @@ def watched(limit: float, *, is_parent: bool) -> Iterator[None]:
             looked_at = now
             allowed = limit + (STARTUP_SECONDS if seen == 0 else 0.0)
             if now - since > allowed:
-                _say_and_end(f"error: The main process made no progress for {limit:g} s (training.watchdog).")
+                file = waits_for()
+                what = f"; it waits for the disk to take {file}" if file else ""
+                _say_and_end(f"error: The main process made no progress for {limit:g} s (training.watchdog){what}.")
             if now - armed_at > limit / 4:  # for a hang that holds the interpreter, and with it this thread
                 armed_at = now
-                faulthandler.dump_traceback_later(2 * limit + STARTUP_SECONDS, exit=True, file=STDERR)
+                faulthandler.dump_traceback_later(2 * limit + STARTUP_SECONDS, exit=True, file=commentary.stderr())
 
     thread = threading.Thread(target=watch, name="rlcb-watchdog", daemon=True)
     timing.on_beat(beat)
@@ -178,6 +191,6 @@ def watched(limit: float, *, is_parent: bool) -> Iterator[None]:
 def _say_and_end(sentence: str) -> None:
     comfort = "The last checkpoint is intact, and --resume goes on from it. It was here:"
     with contextlib.suppress(Exception):
-        os.write(STDERR, f"{sentence} {comfort}\n".encode())
-        faulthandler.dump_traceback(file=STDERR, all_threads=True)
+        commentary.say(f"{sentence} {comfort}\n")
+        faulthandler.dump_traceback(file=commentary.stderr(), all_threads=True)
     os._exit(1)

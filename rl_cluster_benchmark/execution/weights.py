@@ -1,8 +1,9 @@
 """Weights that one process publishes and others read, whole or not at all, with nobody waiting.
 
 There are two copies. A new version goes into the older one, so a reader of the newer is not disturbed unless two
-versions come while it reads; its copy's stamp then has changed, and it reads again. The order of the stores matters;
-x86 keeps it.
+versions come while it reads; its copy's stamp then has changed, and it reads again.
+This relies on the order of stores (WRITING, weights, stamp, latest) and of loads (latest, stamp, weights, stamp). x86
+keeps both; a large copy that uses its streaming stores, which it does not order, ends with a fence (in glibc's memcpy).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Cores differ: two threads share one, neighbours take some of its cache, laptops 
 experience lies in shared memory, where any of them can read it. Each first computes on its own samples; the rest of the
 minibatch is cut into pieces that whoever is free takes. Every piece has a gradient of its own, and all are summed in a
 fixed order, so that the result does not depend on who computed what.
+Nothing is locked: a piece is one worker's alone, and what all have written they read after they have met (reduce.py).
 """
 
 from __future__ import annotations

@@ -19,20 +19,25 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.execution.watchdog import Pulse, Watchdog
 from rl_cluster_benchmark.profile_run.attach import attach
+from rl_cluster_benchmark.run.stop import leave_orders_to_parent, orders_held_back
 from rl_cluster_benchmark.timing import beat
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+SERVER_NAME = "rlcb-server"  # of the process, once it has loaded what workers need
 GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
-SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_STARTS = 0.1, 0.02
+SECONDS_TO_LOAD = 120.0  # what workers need; a server that is not ready then is asked for one nevertheless
 # Bytes that workers can say before they wait for a parent who is busy, about a thousand updates: all together (a user
 # may have 16 times as much), and the most and the least of one.
 ALL_UNHEARD, MOST_UNHEARD, LEAST_UNHEARD = 2**22, 2**20, 2**16
@@ -74,8 +79,22 @@ def _ensure_server() -> None:
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     if len(tempfile.gettempdir()) > LONGEST_FOLDER:  # TMPDIR of a batch job: no socket's name may be that long
         tempfile.tempdir = "/tmp"
-    forkserver.ensure_running()
+    # It takes a moment until these ignore what a closed terminal or Ctrl-C sends to all. The tracker comes first: when
+    # Python has started it, it lets SIGINT and SIGTERM through again.
+    for server in (resource_tracker, forkserver):
+        with orders_held_back():
+            server.ensure_running()
     hide_server()  # at once: any moment may be the last
+
+
+def _server_is_ready() -> bool:
+    """Has the server loaded what workers need? True also if it has ended, or cannot be asked: starting one tells."""
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    try:
+        server = psutil.Process(pid)
+        return pid is None or server.name() == SERVER_NAME or server.status() == psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):  # it has ended, or no file can be opened
+        return True
 
 
 class WorkerPool:
@@ -90,40 +109,51 @@ class WorkerPool:
         replace: Callable[[int, str], Sequence[Any] | None] | None = None,
         watchdog: float = 300.0,
     ) -> None:
-        """`replace(rank, how)` is told of a worker that died, crashed, or made no progress for `watchdog` seconds. It
-        returns the arguments of another in its place, None to go on without, or raises what ends the run, as happens
-        by default.
+        """They start with `messages`. `replace(rank, how)` is told of a worker that died, crashed, or made no progress
+        for `watchdog` seconds. It returns the arguments of another in its place, None to go on without, or raises what
+        ends the run, as happens by default.
         """
-        self._target, self._cores, self._replace = target, cores, replace or _end_the_run
+        self._target, self._args, self._cores, self._replace = target, args, cores, replace or _end_the_run
+        self.num_workers = num_workers
         self._watchdog = Watchdog(watchdog)
         self._bytes_unheard = max(LEAST_UNHEARD, min(ALL_UNHEARD // num_workers, MOST_UNHEARD))
         self._pulses: list[Pulse] = []
         self.connections: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
         self._finished: set[int] = set()
-        for rank in range(num_workers):
-            self._pulses.append(Pulse())
-            process, connection = self._start(rank, args)
+
+    def _start_all(self, look: Callable[[], None]) -> None:
+        """Both the server and hundreds of workers take their time: `look` is called all the while."""
+        with _told_as_failure("The workers"):
+            _ensure_server()
+        deadline = time.monotonic() + SECONDS_TO_LOAD
+        while not _server_is_ready() and time.monotonic() < deadline:
+            look()
+            time.sleep(SECONDS_BETWEEN_STARTS)
+        for rank in range(self.num_workers):
+            process, connection, pulse = self._start(rank, self._args)
             self.processes.append(process)
             self.connections.append(connection)
+            self._pulses.append(pulse)
+            look()
+            beat()
 
-    def _start(self, rank: int, args: Sequence[Any]) -> tuple[ForkServerProcess, Connection]:
+    def _start(self, rank: int, args: Sequence[Any]) -> tuple[ForkServerProcess, Connection, Pulse]:
         context = multiprocessing.get_context("forkserver")
-        ours, theirs = context.Pipe(duplex=False)
-        with contextlib.suppress(OSError):  # the user has many pipes
-            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, self._bytes_unheard)
-        call = (self._target, rank, theirs, self._cores[rank], self._pulses[rank], tuple(args))
-        process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
-        try:
-            _ensure_server()
-            process.start()
-        except (EOFError, OSError) as error:
-            raise TrainingFailedError(
-                f"Worker {rank} could not be started ({error or 'the process that starts workers is gone'}); is the "
-                "machine out of memory or of processes? The last checkpoint is intact."
-            ) from None
-        theirs.close()
-        return process, ours
+        with _told_as_failure(f"Worker {rank}"), contextlib.ExitStack() as if_it_fails:
+            ours, theirs = context.Pipe(duplex=False)
+            if_it_fails.callback(ours.close)
+            with theirs:
+                with contextlib.suppress(OSError):  # the user has many pipes
+                    fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, self._bytes_unheard)
+                pulse = Pulse()
+                if_it_fails.callback(pulse.close)
+                call = (self._target, rank, theirs, self._cores[rank], pulse, tuple(args))
+                process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
+                _ensure_server()
+                process.start()
+            if_it_fails.pop_all()
+        return process, ours, pulse
 
     @property
     def num_finished(self) -> int:
@@ -134,7 +164,8 @@ class WorkerPool:
 
         Raises the error of the first worker that fails.
         """
-        while len(self._finished) < len(self.processes):
+        self._start_all(look)
+        while len(self._finished) < self.num_workers:
             open_connections = [c for rank, c in enumerate(self.connections) if rank not in self._finished]
             for ready in multiprocessing.connection.wait(open_connections, timeout=patience):
                 rank = self.connections.index(ready)  # type: ignore[arg-type]
@@ -193,11 +224,12 @@ class WorkerPool:
         if args is None:
             self._finished.add(rank)
             return
+        process.join(timeout=SECONDS_TO_DIE)
+        fresh = self._start(rank, args)  # may fail; until then the pool holds the old one, which __exit__ can end
         _bury(process)
         self.connections[rank].close()
         self._pulses[rank].close()
-        self._pulses[rank] = Pulse()
-        self.processes[rank], self.connections[rank] = self._start(rank, args)
+        self.processes[rank], self.connections[rank], self._pulses[rank] = fresh
 
     def __enter__(self) -> Self:
         return self
@@ -218,11 +250,24 @@ class WorkerPool:
             pulse.close()
 
 
+@contextlib.contextmanager
+def _told_as_failure(who: str) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise TrainingFailedError(
+            f"{who} could not be started ({error or 'the process that starts workers is gone'}); is the machine out of "
+            "memory, of processes or of open files (ulimit -u, ulimit -n)? The last checkpoint is intact."
+        ) from None
+
+
 def _bury(process: ForkServerProcess) -> None:
     """It was killed. One that the kernel cannot end (a disk that does not answer) is not waited for for ever."""
     process.join(timeout=SECONDS_TO_DIE)
     if process.exitcode is not None:
         process.close()
+    else:  # nor by Python, which waits for all its children when it ends
+        getattr(multiprocessing.process, "_children", set()).discard(process)
 
 
 def end_of(name: str, how: str) -> TrainingFailedError:
@@ -243,9 +288,9 @@ def _main(
     from rl_cluster_benchmark.execution import preload  # as the server has imported it
 
     die_with_parent(preload.SERVER)
+    name_process(f"rlcb-worker-{rank}")
     pulse.begin()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # they may reach the whole group; the parent decides
+    leave_orders_to_parent()
     if core is not None:
         os.sched_setaffinity(0, {core})
     try:
@@ -258,7 +303,8 @@ def _main(
         _report(connection, "failed", str(error))
     except BaseException:
         _report(connection, "crashed", traceback.format_exc())
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     connection.close()
     os._exit(0)  # skip the destructors of native libraries: nothing is left to save
 
@@ -268,6 +314,11 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Give this process a name for ps and top, up to 15 characters."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def _report(connection: Connection, kind: str, content: str) -> None:

@@ -97,7 +97,8 @@ INLINE Place place_of(const Finish how, const int in, const int rows, int out, i
 }
 
 #if AMX
-/* Four products at a time: two blocks of pixels and of output channels each, or four of pixels and one of channels. */
+/* Four products at a time: two blocks of pixels and of output channels each, or four of pixels and one of channels. Of an odd
+ * number of blocks of channels the last one is two products. */
 INLINE void convolve(const Finish how, const int in, const int rows, int out, int height, int width, const bf16 *input,
                      const bf16 *weights, const float *bias, Ends ends) {
     const int pairs = run_pairs(in), blocks = height * width / rows, two = out > LANES, step = two ? 2 : 4;
@@ -107,6 +108,7 @@ INLINE void convolve(const Finish how, const int in, const int rows, int out, in
         Place place[4];
         for (int i = 0; i < step; i++) place[i] = place_of(how, in, rows, out, width, input, block + i);
         for (int c = 0; c < out; c += 2 * LANES) {
+            const int products = two && out - c == LANES ? 2 : 4;
             const bf16 *first = weights + 3 * c / LANES * weight_row, *second = first + 3 * weight_row;
             tiles_see_memory();
             _tile_zero(0);
@@ -121,6 +123,7 @@ INLINE void convolve(const Finish how, const int in, const int rows, int out, in
                     _tile_loadd(5, place[1].input + from, 2 * in);
                     _tile_dpbf16ps(0, 4, 7);
                     _tile_dpbf16ps(1, 5, 7);
+                    if (products == 2) continue;
                     if (two) {
                         _tile_loadd(6, second + weight, 64);
                         _tile_dpbf16ps(2, 4, 6);
@@ -136,7 +139,7 @@ INLINE void convolve(const Finish how, const int in, const int rows, int out, in
             _tile_stored(1, sums[1], 64);
             _tile_stored(2, sums[2], 64);
             _tile_stored(3, sums[3], 64);
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < products; i++) {
                 const int channel = two ? c + i / 2 * LANES : c;
                 const long to = place[i % step].output + channel;
                 const __m512 offset = bias ? _mm512_loadu_ps(bias + channel) : _mm512_setzero_ps();
@@ -382,10 +385,11 @@ static void run_stage(Network *net, const Stage *stage, const bf16 *input, bf16 
     convolve_residual(c, c, h, w, relu[3], conv[4].forward, conv[4].bias, (Ends){saved + stage->output, .add = sum[1]});
 }
 
+/* And what whole tiles read behind the last run: they take it times zero, but what a larger image left there may be NaN. */
 static void clear_frame(bf16 *image, int height, int width, int channels) {
-    const long row = (long)(width + 2) * channels;
+    const long row = (long)(width + 2) * channels, behind = 2L * run_pairs(channels) - 3 * channels;
     memset(image, 0, row * sizeof *image);
-    memset(image + (height + 1) * row, 0, row * sizeof *image);
+    memset(image + (height + 1) * row, 0, (row + behind) * sizeof *image);
     for (int y = 1; y <= height; y++) {
         memset(image + y * row, 0, channels * sizeof *image);
         memset(image + (y + 1) * row - channels, 0, channels * sizeof *image);
@@ -505,7 +509,8 @@ Network *network_create(int height, int width, int num_stages, const int *channe
     for (int s = 0; s < num_stages; s++) {
         Stage *stage = &net->stages[s];
         const int out = channels[s];
-        if (out < 16 || out % 16 || out > 256 || height % 2 || width % 32 && width != 16 || height * width > 128 * 128)
+        if (out < 16 || out % 16 || out > 256 || height < 2 || height % 2 || width < 16 || width % 32 && width != 16 ||
+            (long)height * width > 128 * 128 || height * width / 4 % 64) /* four blocks of 16 pixels at a time */
             return network_destroy(net), NULL;
         stage->channels = out, stage->height = height / 2, stage->width = width / 2;
         stage->size = framed_size(height / 2, width / 2, out);

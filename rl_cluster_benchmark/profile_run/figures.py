@@ -87,6 +87,7 @@ class Profile:
     cost: Cost | None  # None where nobody counted, as for a run that is over
     peak: Peak | None
     run: dict[str, Any]  # its training_summary.json
+    parents_cpu: float = 0.0  # cores' worth of time of the run's other processes: its parent, the server of workers
     shares_work: bool = False  # then those who learn divide the optimiser's step among them
 
     def of_role(self, *roles: str) -> list[Process]:
@@ -105,7 +106,7 @@ class Profile:
 
     @property
     def own_cpu(self) -> float:
-        return sum(process.cpu for process in self.processes)
+        return sum(process.cpu for process in self.processes) + self.parents_cpu
 
     @property
     def others_cpu(self) -> float:

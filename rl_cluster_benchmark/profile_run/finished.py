@@ -25,7 +25,7 @@ def explain(folder: Path) -> int:
         raise UserError(
             f"{folder} says nothing about where its time went: it has not ended, or is not of this program."
         )
-    cores = summary.usable_cores or summary.num_workers
+    cores = summary.usable_cores or summary.num_workers or 1
     profile = Profile(
         processes=_processes(run, (summary.cpu_utilization or 0.0) * cores),
         fps=summary.avg_fps,
@@ -45,23 +45,29 @@ def explain(folder: Path) -> int:
 
 
 def _processes(run: RunRecord, cpu: float) -> list[Process]:
-    """As many as there were, each like the mean; of IMPALA's roles each with what only it does."""
-    shares, workers = run.summary.phase_shares, run.summary.num_workers
-    learners = run.config.impala.num_learners
+    """Return as many as there were, each like the mean; of IMPALA's roles each with what only it does.
+
+    How much of the communication was whose is not known: it is divided like the time that is left of each role's.
+    """
+    shares, workers = run.summary.phase_shares, run.summary.num_workers or 1
+    learners, own = run.summary.num_learners, run.config.impala.num_learners
+    if learners is None and isinstance(own, int):  # an older summary: as many on each machine as the config says
+        learners = own * run.config.num_machines
     idle = run.summary.asynchrony
-    if not isinstance(learners, int) or not {"learner_idle", "actor_idle"} <= set(idle):
+    if not learners or not {"learner_idle", "actor_idle"} <= set(idle):
         return [_process("worker", rank, shares, cpu / workers) for rank in range(workers)]
     everyone = workers + learners
     acting = {name: shares.get(name, 0.0) * everyone / workers for name in ("env", "inference")}
     learning = {"update": shares.get("update", 0.0) * everyone / learners}
+    acting["waiting"], learning["waiting"] = idle["actor_idle"], idle["learner_idle"]
+    left = [max(0.0, 1 - sum(role.values())) for role in (learning, acting)]
+    total = learners * left[0] + workers * left[1]
+    part = min(1.0, shares.get("communication", 0.0) * everyone / total) if total > 0 else 0.0
+    learning["communication"], acting["communication"] = (part * time for time in left)
     return [
-        *(_with_idle("learner", rank, learning, idle["learner_idle"], cpu / everyone) for rank in range(learners)),
-        *(_with_idle("actor", rank, acting, idle["actor_idle"], cpu / everyone) for rank in range(workers)),
+        *(_process("learner", rank, learning, cpu / everyone) for rank in range(learners)),
+        *(_process("actor", rank, acting, cpu / everyone) for rank in range(workers)),
     ]
-
-
-def _with_idle(role: str, rank: int, shares: dict[str, float], idle: float, cpu: float) -> Process:
-    return _process(role, rank, shares | {"waiting": idle}, cpu)
 
 
 def _process(role: str, rank: int, shares: dict[str, float], cpu: float) -> Process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from rl_cluster_benchmark.profile_run import flame, peak, report
 from rl_cluster_benchmark.profile_run.attach import FOLDER_VARIABLE, STAGE_FILE, TRACED_FILE
 from rl_cluster_benchmark.profile_run.figures import Process, Profile
 from rl_cluster_benchmark.profile_run.verdict import judge
+from rl_cluster_benchmark.run.output import check_output, write_output
 from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.scaling.cases import MEASURED
 from rl_cluster_benchmark.scaling.runs import SECONDS_WITHOUT_PROGRESS, TrainingProcess
@@ -45,6 +47,9 @@ class Settings:
 def profile(config: Config, settings: Settings, signals: Signals) -> int:
     """Measure, print, write; returns the exit status."""
     config = _measured(config)
+    if settings.trace is not None:
+        settings.trace.parent.mkdir(parents=True, exist_ok=True)
+        check_output("--trace", settings.trace)
     lock = claim(settings.output_dir, report.FILES, overwrite=settings.overwrite, what="a profile")
     try:
         machine = hardware.detect()
@@ -102,12 +107,13 @@ class WatchedRun:
         self._wait(lambda: len(self.process.lines) > 0, "make its first update")
         first = len(self.process.lines) - 1
         self._next_stage()  # MEASURE
-        before, began = psutil.cpu_times(percpu=True), time.monotonic()
+        before, began, spent = psutil.cpu_times(percpu=True), time.monotonic(), _cpu_of_all()
         self._wait(
             lambda: time.monotonic() - began >= self.settings.seconds and len(self.process.lines) > first + 1,
             "make another update",
         )
-        self.cores = _busy(before, psutil.cpu_times(percpu=True))
+        self.cores, seconds = _busy(before, psutil.cpu_times(percpu=True)), time.monotonic() - began
+        self.cpu = {pid: (cpu - spent.get(pid, 0.0)) / seconds for pid, cpu in _cpu_of_all().items()}
         self.process.windows.append((first, len(self.process.lines) - 1))  # without torch's profiler
         self.run_config = config_files.load(self.process.directory.config)
         learners = self.run_config.impala.num_learners if self._has_roles() else 0
@@ -182,10 +188,13 @@ class WatchedRun:
             engine=summary["engine"],
             threads=summary["num_threads"],
             batch=batch,
-            passes_per_step=float(config.training.n_epochs if is_ppo else 1),
+            passes_per_step=float(
+                {"ppo": config.training.n_epochs, "impala": config.impala.passes}.get(config.algorithm, 1)
+            ),
             cost=of_network(config),
             peak=best,
             run=summary,
+            parents_cpu=sum(cpu for pid, cpu in self.cpu.items() if pid not in {note["pid"] for note in notes}),
             shares_work=hardware.plan(config).shares_work(config),
         )
 
@@ -194,9 +203,9 @@ class WatchedRun:
         output = self.settings.output_dir
         if self.settings.trace is not None:
             merged = report.merge_traces(sorted(self.notes.glob("*.trace.json")))
-            self.settings.trace.parent.mkdir(parents=True, exist_ok=True)
-            self.settings.trace.write_text(merged)
+            write_output(self.settings.trace, merged.encode())
             print(f"Saved {self.settings.trace} (open it in chrome://tracing or ui.perfetto.dev)")
+        (output / report.FLAME).unlink(missing_ok=True)  # of the profile that this one replaces
         if self.settings.flame and self.no_flame is None:
             shutil.move(self.folder / report.FLAME, output / report.FLAME)
             print(f"Saved {output / report.FLAME}")
@@ -207,6 +216,16 @@ class WatchedRun:
 
 def _is_note(file: Path) -> bool:
     return not file.name.endswith(".trace.json")
+
+
+def _cpu_of_all() -> dict[int, float]:
+    """Return the seconds of CPU time of this process and of all that it has started, by their ids."""
+    seconds = {}
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            times = process.cpu_times()
+            seconds[process.pid] = times.user + times.system
+    return seconds
 
 
 def _busy(before: Any, after: Any) -> list[float]:

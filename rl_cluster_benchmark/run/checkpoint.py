@@ -26,9 +26,10 @@ from rl_cluster_benchmark.run.checkpoint_format import (
     upgraded,
 )
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.files import write_atomically
+from rl_cluster_benchmark.run.files import open_plain, write_atomically
 
 MARK = b"RLCB-SHA256:"  # behind torch's file, before its digest
+DIGEST_BYTES = hashlib.sha256().digest_size
 ARCHIVE = b"PK\x03\x04"  # what torch's files begin with
 
 
@@ -36,9 +37,36 @@ class DamagedCheckpointError(UserError):
     pass
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    content = pack({"format_version": FORMAT_VERSION, "written_by": __version__} | state)
-    write_atomically(path, content + MARK + hashlib.sha256(content).digest())
+def save(path: Path, state: dict[str, Any]) -> str:
+    """Write a checkpoint; returns its digest."""
+    return write(path, packed(state))
+
+
+def packed(state: dict[str, Any]) -> bytes:
+    """Return what `write` writes; the state may change afterwards."""
+    return pack({"format_version": FORMAT_VERSION, "written_by": __version__} | state)
+
+
+def write(path: Path, content: bytes) -> str:
+    digest = hashlib.sha256(content)
+    write_atomically(path, content + MARK + digest.digest())
+    return digest.hexdigest()
+
+
+def digest_at_end(data: bytes) -> str | None:
+    """Return the digest that ends a checkpoint file (or its last bytes); None if none is there."""
+    end = data[-DIGEST_BYTES - len(MARK) :]
+    return end[len(MARK) :].hex() if end.startswith(MARK) and len(end) == DIGEST_BYTES + len(MARK) else None
+
+
+def digest_of(path: Path) -> str | None:
+    """Return the digest that ends the file, without checking the rest; None if there is no checkpoint."""
+    try:
+        with open_plain(path) as file:
+            file.seek(max(0, file.seek(0, 2) - DIGEST_BYTES - len(MARK)))
+            return digest_at_end(file.read())
+    except OSError:
+        return None
 
 
 def pack(state: dict[str, Any]) -> bytes:
@@ -58,7 +86,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def read(path: Path) -> bytes:
     if path.is_dir():
-        raise UserError(f"{path} is a directory; give a checkpoint file.{_others_there(path / 'x')}")
+        raise UserError(f"{path} is a directory; give a checkpoint file.{_others_there(_folder_of(path) / 'x')}")
     if not path.is_file():
         raise UserError(f"Checkpoint {path} does not exist.{_others_there(path)}")
     try:
@@ -111,10 +139,13 @@ def checked(data: bytes, path: Path) -> bytes:
     return content
 
 
-def newest(directory: RunDirectory, warn: Callable[[str], None] = print) -> tuple[Path, dict[str, Any]] | None:
+def newest(
+    directory: RunDirectory, warn: Callable[[str], None] = print, *, put_aside: bool = True
+) -> tuple[Path, dict[str, Any]] | None:
     """The newest good checkpoint of a run, None if there is none yet.
 
-    Damaged ones are reported and put out of the way; that none is good any more is an error, not a new beginning.
+    Damaged ones are reported and put out of the way, or with `put_aside` false passed over in silence; that none is
+    good any more is an error, not a new beginning.
     """
     found, damaged = [], 0
     for path in [directory.final_checkpoint(), *directory.step_checkpoints()]:
@@ -124,9 +155,14 @@ def newest(directory: RunDirectory, warn: Callable[[str], None] = print) -> tupl
             found.append((path, load(path)))
         except DamagedCheckpointError as error:
             damaged += 1
-            path.rename(path.with_suffix(".pt.damaged"))
-            warn(f"Warning: {error} It is now called {path.name}.damaged; trying the one before it.")
+            if put_aside:
+                path.rename(path.with_suffix(".pt.damaged"))
+                warn(f"Warning: {error} It is now called {path.name}.damaged; trying the one before it.")
             continue
+        except UserError:
+            if path.exists():
+                raise
+            continue  # a run that is going on has pruned it
         if path != directory.final_checkpoint():
             break
     if damaged and not found:
@@ -137,10 +173,33 @@ def newest(directory: RunDirectory, warn: Callable[[str], None] = print) -> tupl
     return max(found, key=lambda item: item[1]["progress"]["steps"], default=None)
 
 
+def check_own(directory: RunDirectory) -> None:
+    """Raise if the checkpoints here are of a run elsewhere: a new one must not remove them, nor go on from them.
+
+    Without --output-dir, runs of one algorithm and mode have one place for checkpoints, whatever their --log-dir.
+    """
+    try:
+        found = newest(directory, put_aside=False)
+    except UserError:
+        return
+    other = RunDirectory.of(configs.build(found[1]["config"], {}, source=str(found[0]))) if found else directory
+    is_elsewhere = other.root.resolve() != directory.root.resolve() and other.config.is_file()
+    if is_elsewhere and other.checkpoints.resolve() == directory.checkpoints.resolve():
+        raise UserError(
+            f"The checkpoints in {directory.checkpoints} are of the run in {other.root}, not of {directory.root}: "
+            "choose another --checkpoint-dir, or give --output-dir instead of --log-dir."
+        )
+
+
 def prune(directory: RunDirectory, keep: int) -> None:
     """Called when a newer one is complete and on the disk: the newest `keep` stay."""
     for path in directory.step_checkpoints()[keep:]:
         path.unlink(missing_ok=True)
+
+
+def _folder_of(path: Path) -> Path:
+    """Return where a run's directory has its checkpoints."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def _others_there(path: Path) -> str:

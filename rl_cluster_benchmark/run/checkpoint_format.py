@@ -102,6 +102,7 @@ class _Part(BaseModel):
 
 class _Episodes(_Part):
     count: Count
+    total: Number = 0.0
     first: Numbers
     last: Numbers
     last_lengths: Numbers
@@ -123,6 +124,7 @@ class _Progress(_Part):
     episodes: _Episodes
     asynchrony: _Means
     bad_numbers: dict[str, Number]
+    run_id: Annotated[str, Field(max_length=64)] | None = None  # absent before there was one
 
 
 class _Optimizer(_Part):
@@ -136,9 +138,14 @@ class _Scale(_Part):
     count: Annotated[Number, Field(gt=0)]
 
 
+class _Moments(_Part):
+    sums: Annotated[Numbers, Field(min_length=3, max_length=3)]
+
+
 class _Algorithm(_Part):
     optimizer: _Optimizer
     reward_normalizer: _Scale
+    advantages: _Moments | None = None  # of IMPALA; absent before there were such
 
 
 class _Checkpoint(_Part):
@@ -167,6 +174,9 @@ def upgraded(state: Any) -> dict[str, Any]:
     except (ValidationError, RecursionError) as error:
         where = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else "it"
         raise FormatError(f"is not a checkpoint of this program ({where[:80]!r} is not as it should be)") from None
+    env = state["config"].get("env")
+    if isinstance(env, dict) and env.get("use_sequential_levels") is True:
+        env["use_sequential_levels"] = False  # what it was in effect: true does nothing, and is refused today
     return state
 
 

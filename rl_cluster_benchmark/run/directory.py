@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import json
 import os
+import re
 import socket
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
-from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.config import Config, Mode
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.run.files import remove_leftovers
+from rl_cluster_benchmark.run.files import (
+    cannot_write,
+    check_can_write,
+    make_directory,
+    open_plain,
+    remove_leftovers,
+    sync_directory,
+    write_atomically,
+)
 
+LOCK = ".lock"
 LOOK_SECONDS = 0.2
+MAX_RESULT = 1_000_000  # bytes of an evaluation
+CLIPS = ("clip.webp", "clip.gif")  # of the agent, shown in reports
+LOCK_ATTEMPTS = 5
 ALGORITHM_NAMES = {"ppo": "PPO", "a2c": "A2C", "a3c": "A3C", "impala": "IMPALA"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to write a run's files: a lock, and a name in it that a later claim replaces.
+    """The right to write a run's files: locks, and a name in the first that a later claim replaces.
 
     The name is for filesystems shared by machines: one that was cut off and comes back late, when the run goes on
     elsewhere, finds another name and writes nothing more.
     """
 
-    descriptor: int
+    path: Path
+    descriptors: tuple[int, ...]
     owner: str
 
     def check(self) -> None:
-        if os.pread(self.descriptor, 1 << 20, 0).decode() != self.owner:
+        """Raise if the lock file names another owner, also when it is another file than the one locked here."""
+        try:
+            owner = self.path.read_text(errors="replace")
+        except FileNotFoundError:
+            return  # somebody has removed it; nobody has taken over
+        if owner != self.owner:
             raise TrainingFailedError("Another process has taken over this run directory; this one writes no more.")
 
     def release(self) -> None:
-        os.close(self.descriptor)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,10 @@ class RunDirectory:
         return cls(logs, Path(config.logging.checkpoint_dir or Path("checkpoints", name)), logs, name)
 
     @property
+    def lock(self) -> Path:
+        return self.root / LOCK
+
+    @property
     def config(self) -> Path:
         return self.root / "config.yaml"
 
@@ -67,6 +94,11 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.json"
+
+    @property
+    def benchmark_metrics(self) -> Path:
+        """Return where a former version of this program wrote its figures."""
+        return self.root / "benchmark_metrics.json"
 
     @property
     def metrics_log(self) -> Path:
@@ -80,67 +112,212 @@ class RunDirectory:
 
     def step_checkpoints(self) -> list[Path]:
         """Newest first."""
-        files = self.checkpoints.glob(f"{self.name}_step_*.pt")
-        return sorted(files, key=lambda file: _steps_in_name(file), reverse=True)
+        files = [file for file in _checkpoints(self.checkpoints, self.name) if file != self.final_checkpoint()]
+        return sorted(files, key=_steps_in_name, reverse=True)
 
     def holds_a_run(self) -> bool:
-        return self.config.exists() or self.metrics_log.exists() or any(self.checkpoints.glob(f"{self.name}_*.pt"))
+        """Return whether a run was started here; it may not have saved anything yet."""
+        return self.config.exists() or bool(_checkpoints(self.checkpoints, self.name))
 
-    def belongs_to(self, job: str) -> bool:
-        """Was it last written for this job of a cluster's scheduler?"""
+    def has_something_to_replace(self) -> bool:
+        """Return whether anything is here that a new run would replace."""
+        return self._a_run_was_here() or any(file.exists() for file in (self.config, self.metrics))
+
+    def _a_run_was_here(self) -> bool:
+        """Return whether there is a file that nobody but a run writes."""
+        files = [self.summary, self.benchmark_metrics, *self._metrics_logs()]
+        return any(file.exists() for file in files) or bool(self._checkpoints_here())
+
+    def names(self) -> list[str]:
+        """Return the names of the runs that a new one replaces: of any, in a directory that no other run shares."""
+        if self.logs.parent != self.root / "logs":
+            return [self.name]
+        return [f"{algorithm}_{mode}" for algorithm in ALGORITHM_NAMES for mode in get_args(Mode)]
+
+    def log_folders(self) -> list[Path]:
+        """Return the folders of logs that are here of these runs."""
+        names = self.names()
+        return [folder for folder in self.logs.parent.glob("*_*") if folder.name.lower() in names]
+
+    def _metrics_logs(self) -> list[Path]:
+        return [log for folder in self.log_folders() if (log := folder / "metrics.jsonl").exists()]
+
+    def _checkpoints_here(self) -> list[Path]:
+        return [file for name in self.names() for file in _checkpoints(self.checkpoints, name)]
+
+    def contents(self) -> str:
+        """Return what is here of a run, in a few words."""
+        count = len(self._checkpoints_here())
+        found = [f"{count} checkpoint{'' if count == 1 else 's'}"] if count else []
+        found += ["metrics.jsonl"] if self._metrics_logs() else []
+        files = (self.summary, self.benchmark_metrics, self.metrics, self.config)
+        found += [file.name for file in files if file.exists()]
+        return ", ".join(found)
+
+    def check_unchanged(self, seen: str) -> None:
+        """Raise if `contents()` is no longer what it was: a disk was unmounted, or has come back.
+
+        What a run decides about the one that was there holds only as long as this does.
+        """
+        now = self.contents()
+        if now != seen:
+            raise self.changed(seen, now)
+
+    def changed(self, seen: str, now: str) -> TrainingFailedError:
+        """Return the error of a directory whose contents changed behind the back of whoever holds its lock."""
+        return TrainingFailedError(
+            f"{self.root} changed while this run was starting: it held {seen or 'no run'}, then {now or 'no run'}. "
+            "Nothing was removed; start the command again."
+        )
+
+    @property
+    def jobs(self) -> Path:
+        """Who began the run that is here: the launch, or the job of a scheduler, that may start its command again."""
+        return self.root / ".begun-by"
+
+    def was_begun_by(self, job: str) -> bool:
+        """Return whether an earlier attempt of this job has begun the run that is here."""
         try:
-            return bool(job) and job in (self.root / ".lock").read_text().split()[3:]
+            return bool(job) and job in self.jobs.read_text().splitlines() and self.holds_a_run()
         except OSError:
             return False
 
-    def claim(self, *, may_hold_a_run: bool, patience: float = 0.0, jobs: Sequence[str] = ()) -> Claim:
-        """Make the directory and lock it for this process; returns the lock, to be held until the end.
+    def begin_run(self, jobs: Sequence[str]) -> None:
+        """Remove the run that was here. Who began the next one is written before anything of it."""
+        for folder in dict.fromkeys((self.root, self.checkpoints, *self.log_folders(), self.logs)):
+            check_can_write(folder)  # else a part of it would go, and the next one could not begin
+        self.remove_run()
+        sync_directory(self.checkpoints)  # the old ones do not come back beside the new config
+        names = sorted({job for job in jobs if job})
+        if names:
+            write_atomically(self.jobs, "".join(f"{name}\n" for name in names).encode())
 
-        A directory that already holds a run is refused, unless that run is to be resumed or overwritten. One that is
-        in use is waited for, up to `patience` seconds.
+    def claim(self, *, may_hold_a_run: bool, patience: float = 0.0, job: str = "") -> Claim:
+        """Make the directory and lock it for this process; returns the locks, to be held until the end.
+
+        A directory that already holds a run is refused, unless that run is to be resumed or overwritten, or was begun
+        by an earlier attempt of this job. One that is in use is waited for, up to `patience` seconds. Checkpoints may
+        be elsewhere, and have a lock of their own.
         """
-        lock = lock_directory(self.root, self.checkpoints, self.logs, patience=patience)
-        if not may_hold_a_run and self.holds_a_run():
-            os.close(lock)
+        locks = [lock_directory(self.root, self.checkpoints, self.logs, patience=patience)]
+        try:
+            checkpoints_lock = lock_file(self.checkpoints / f".{self.name}{LOCK}", patience=patience)
+            if checkpoints_lock is None:
+                raise UserError(
+                    f"The checkpoints in {self.checkpoints} are in use by another run; choose another --output-dir or "
+                    "--checkpoint-dir."
+                )
+            locks.append(checkpoints_lock)
+            self._check_free(locks[0], may_hold_a_run or self.was_begun_by(job))
+            for directory in (self.root, self.checkpoints, self.logs):
+                remove_leftovers(directory)
+            owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
+            os.ftruncate(locks[0], os.pwrite(locks[0], owner.encode(), 0))
+        except BaseException as error:
+            for lock in locks:
+                os.close(lock)
+            if isinstance(error, OSError):
+                raise cannot_write(self.lock, error) from None
+            raise
+        return Claim(self.lock, tuple(locks), owner)
+
+    def _check_free(self, lock: int, may_hold_a_run: bool) -> None:
+        """Refuse a directory with a run, if there may be none, and always one with the files of somebody else."""
+        last_owner = os.pread(lock, 1 << 20, 0).decode(errors="replace").split()
+        if self.has_something_to_replace() and not last_owner and not self._a_run_was_here():
+            names = " and ".join(file.name for file in (self.config, self.metrics) if file.exists())
+            raise UserError(
+                f"{names} in {self.root} would be replaced, and no run has written it; choose another --output-dir."
+            )
+        if self.has_something_to_replace() and not may_hold_a_run:
             raise UserError(
                 f"{self.root} already holds a run. Add --resume to go on with it, --overwrite to replace it, "
                 "or choose another --output-dir."
             )
-        for directory in (self.root, self.checkpoints, self.logs):
-            remove_leftovers(directory)
-        owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex} {' '.join(jobs)}"
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, owner.encode(), 0)
-        return Claim(lock, owner)
+        if len(last_owner) > 1 and last_owner[0] == socket.gethostname() and _is_open_in(last_owner[1], lock):
+            raise UserError(f"{self.root} is in use by another run; choose another --output-dir.")
 
     def remove_run(self) -> None:
-        for file in (self.config, self.summary, self.root / "benchmark_metrics.json", self.metrics, self.metrics_log):
+        """Remove the run, and its evaluations and clips, which must not pass for those of the next one.
+
+        A kill in the middle leaves a run that `--resume` can go on with, from a checkpoint that is left or from the
+        beginning: the log goes after the checkpoints, and the config last.
+        """
+        for file in [
+            self.jobs,
+            *self._results(),
+            self.summary,
+            self.benchmark_metrics,
+            *self._checkpoints_here(),
+            *(file for name in self.names() for file in _checkpoints(self.checkpoints, name, ".damaged")),
+            self.metrics,
+            *self._metrics_logs(),
+            *(file for folder in self.log_folders() for file in folder.glob("events.out.tfevents.*")),
+            self.config,
+        ]:
             file.unlink(missing_ok=True)
-        for file in [*self.checkpoints.glob(f"{self.name}_*.pt"), *self.logs.glob("events.out.tfevents.*")]:
-            file.unlink(missing_ok=True)
+
+    def _results(self) -> list[Path]:
+        """Clips, and evaluations but those that name another run; all, where nothing tells the run's own name."""
+        if not self.has_something_to_replace():
+            return []
+        mine = (_read_json(self.summary) or {}).get("run_id")
+        found = [self.root / name for name in CLIPS]
+        for file in self.root.glob("eval*.json"):
+            content = _read_json(file) or {}
+            of = content.get("origin")
+            others = of.get("run_id") if isinstance(of, dict) else None
+            if "mean_reward" in content and (mine is None or others in (None, mine)):
+                found.append(file)
+        return found
 
 
 def lock_directory(root: Path, *others: Path, patience: float = 0.0) -> int:
     """Make the directories and lock the first for this process; returns the lock, to be held open."""
+    lock = None
     try:
-        for directory in (root, *others):
-            directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = lock_file(root / LOCK, patience=patience)
+        if lock is None:
+            raise UserError(f"{root} is in use by another run; choose another --output-dir.")
+        for directory in others:
+            make_directory(directory)
     except OSError as error:
+        if lock is not None:
+            os.close(lock)
         raise UserError(f"Cannot write to {root} ({error.strerror}); choose another place with --output-dir.") from None
-    if not _lock(lock, patience):
-        os.close(lock)
-        raise UserError(f"{root} is in use by another run; choose another --output-dir.")
     return lock
 
 
-def _lock(descriptor: int, patience: float) -> bool:
+def lock_file(path: Path, *, shared: bool = False, patience: float = 0.0) -> int | None:
+    """Make the file and its directory and lock it; returns the lock, to be held open, None if others have it.
+
+    The lock is the file's, not the name's: a file that was removed while it was waited for is made again.
+    """
+    for _ in range(LOCK_ATTEMPTS):
+        make_directory(path.parent)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # the directory was removed meanwhile
+            continue
+        if not _lock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, patience):
+            os.close(lock)
+            return None
+        try:
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+        except FileNotFoundError:
+            pass
+        os.close(lock)
+    raise UserError(f"{path} cannot be locked: it is removed again and again, or cannot be made.")
+
+
+def _lock(descriptor: int, kind: int, patience: float) -> bool:
     """False: somebody else has it. A filesystem that knows no locks lets everybody in; Claim.check() is left."""
     # A moment at least: whoever looks whether a run is going on (analysis/runs.py) holds the lock for it.
     deadline = time.monotonic() + max(patience, LOOK_SECONDS)
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -150,6 +327,36 @@ def _lock(descriptor: int, patience: float) -> bool:
         time.sleep(0.05)
 
 
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """The object in a small file; None if it holds none."""
+    try:
+        with open_plain(file) as opened:
+            content = json.loads(opened.read(MAX_RESULT))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_open_in(pid: str, descriptor: int) -> bool:
+    """Return whether another process of this machine has the file open: locks may be unknown to the filesystem."""
+    if pid == str(os.getpid()):
+        return False
+    own = os.fstat(descriptor)
+    for link in Path("/proc", pid, "fd").glob("*"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(link), own):
+                return True
+    return False
+
+
+def _checkpoints(folder: Path, name: str, suffix: str = "") -> list[Path]:
+    """Return the checkpoints there that a run has named; a copy under a name that somebody has chosen is not the run's.
+
+    What is not returned is neither resumed from nor removed.
+    """
+    own = re.compile(rf"{name}_(final|step_[0-9]+)\.pt{re.escape(suffix)}")
+    return [file for file in folder.glob(f"{name}_*.pt{suffix}") if own.fullmatch(file.name)]
+
+
 def _steps_in_name(file: Path) -> int:
-    digits = file.stem.rpartition("_")[2]
-    return int(digits) if digits.isdigit() else -1
+    return int(file.stem.rpartition("_")[2])

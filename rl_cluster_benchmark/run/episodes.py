@@ -13,16 +13,19 @@ WINDOW = 100
 class EpisodeStatistics:
     def __init__(self) -> None:
         self.count = 0
+        self.total = 0.0  # sum of the rewards of all of them
         self.first: list[float] = []
         self.last: deque[float] = deque(maxlen=WINDOW)
         self.last_lengths: deque[int] = deque(maxlen=WINDOW)
         self.best: float | None = None
 
-    def add(self, episodes: Iterable[tuple[float, int]]) -> None:
-        for reward, length in episodes:
+    def add(self, episodes: Iterable[tuple[float, ...]]) -> None:
+        """Count episodes, each (reward, length) and whatever else is known of it, in this order."""
+        for reward, length, *_ in episodes:
             self.count += 1
+            self.total += reward
             self.last.append(reward)
-            self.last_lengths.append(length)
+            self.last_lengths.append(int(length))
             if len(self.first) < WINDOW:
                 self.first.append(reward)
             if len(self.last) == WINDOW:
@@ -51,6 +54,7 @@ class EpisodeStatistics:
     def state_dict(self) -> dict[str, Any]:
         return {
             "count": self.count,
+            "total": self.total,
             "first": list(self.first),
             "last": list(self.last),
             "last_lengths": list(self.last_lengths),
@@ -59,5 +63,6 @@ class EpisodeStatistics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count, self.best, self.first = state["count"], state["best"], list(state["first"])
+        self.total = state.get("total", 0.0)  # older checkpoints do not say
         self.last.extend(state["last"])
         self.last_lengths.extend(state["last_lengths"])

@@ -56,6 +56,8 @@ def describe(path: Path) -> dict[str, Any]:
         "file": str(path),
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
+        "digest": checkpoint.digest_at_end(data),  # by which results name it
+        "run_id": state["progress"].get("run_id"),
         "format": state["format_version"],
         "written_by": state.get("written_by"),
         "algorithm": ALGORITHM_NAMES[config["algorithm"]],

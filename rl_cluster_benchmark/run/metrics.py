@@ -26,7 +26,7 @@ class MetricsWriter:
             if tensorboard:
                 # TensorBoard drops what an interrupted run wrote after the checkpoint that this one starts from.
                 purge = resumed_at + 1 if resumed_at is not None else None
-                self._tensorboard = _summary_writer()(str(path.parent), purge_step=purge)
+                self._tensorboard = summary_writer()(str(path.parent), purge_step=purge)
         except OSError as error:
             raise cannot_write(path, error) from None
 
@@ -57,7 +57,8 @@ class MetricsWriter:
                 self._tensorboard.close()
 
 
-def _summary_writer() -> Any:
+def summary_writer() -> Any:
+    """Return TensorBoard's class; it is imported when it is needed, for it takes a second."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

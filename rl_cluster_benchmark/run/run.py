@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import os
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from rl_cluster_benchmark.algorithms.bad_numbers import COUNTS
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.hardware import Plan
-from rl_cluster_benchmark.run import checkpoint, metrics, summary
+from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
 from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
 from rl_cluster_benchmark.run.directory import RunDirectory
@@ -29,6 +31,7 @@ from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.files import write_atomically
 from rl_cluster_benchmark.run.memory import MemoryReadings
 from rl_cluster_benchmark.run.progress import Progress, Status
+from rl_cluster_benchmark.run.saver import Saver
 from rl_cluster_benchmark.run.stop import Signals
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -52,6 +55,9 @@ class Run:
         self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
         self.resume, self.resumed_path, self.resumed_from = resume, resumed_path, resumed_from
         self.summary: dict[str, Any] | None = None
+        self.run_id = uuid.uuid4().hex  # kept when the run is resumed, copied with its files
+        self.code = summary.code()  # as it was loaded: a checkout may be at another commit when the run ends
+        self.newest_checkpoint: dict[str, Any] | None = None  # {file, digest, steps}: results name what they are of
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
         self.asynchrony = Asynchrony()
@@ -65,22 +71,33 @@ class Run:
         self._elapsed_before = self._cpu_before = 0.0
         if resumed_from is not None:
             self._restore(resumed_from["progress"])
+            if resumed_path is not None:
+                self._note_checkpoint(resumed_path, checkpoint.digest_of(resumed_path), self.steps)
+        self._unlogged: dict[str, float] | None = None  # the line of the last update, unless it is in the log
         self._metrics: metrics.MetricsWriter | None = None
         self._progress: Progress | None = None
         self._started = self._cpu_started = 0.0
         self._memory_readings = MemoryReadings()
+        self._saver = Saver()
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
         self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
+        self.jobs: list[str] = []  # who started these machines, and may do it again
         self.num_learners = plan.num_learners  # of IMPALA, on all machines
         self.memory_elsewhere: Callable[[], int] = lambda: 0
         self.may_write: Callable[[], None] = lambda: None  # raises if somebody else has taken over
+        self.may_begin: Callable[[], None] = lambda: None  # raises if what is there is not what was seen
 
     # The course of a run
 
     def start(self) -> None:
         """From here on time counts, and files are written: whatever could be wrong with the input has been found."""
+        if self.config.logging.tensorboard:
+            metrics.summary_writer()  # that it is not installed is said before anything is removed
+        self.check_begun()
+        self.may_write()
+        self.may_begin()
         if not self.resume:
-            self.directory.remove_run()
+            self.directory.begin_run(self.jobs)
         write_atomically(self.directory.config, configs.to_yaml(self.config).encode())
         metrics.cut_after(self.directory.metrics_log, self.updates)
         self._metrics = metrics.MetricsWriter(
@@ -126,6 +143,11 @@ class Run:
         """Somebody sent a signal: end as soon as the model is in good order."""
         return self.signals.received is not None
 
+    def check_begun(self) -> None:
+        """Raise Interrupted if a signal came before `start`: nothing has been written that an ending could spoil."""
+        if self._metrics is None:
+            self.signals.check()
+
     def should_stop(self) -> bool:
         """Is a rollout to be abandoned? When time is up, yes, but an update in hand is finished: it counts whole."""
         return self.interrupted() or (self.updates > 0 and self._time_is_up())
@@ -136,12 +158,13 @@ class Run:
     def record(
         self,
         steps: int,
-        episodes: Sequence[tuple[float, int]],
+        episodes: Sequence[tuple[float, ...]],
         losses: dict[str, float],
         asynchrony: dict[str, float] | None = None,
         at: float | None = None,
     ) -> None:
         """One update is done, after so many seconds of training by the clock of who did it: count, log, show."""
+        self._saver.check()
         self.asynchrony.add(asynchrony or {})
         is_whole = not math.isfinite(losses["policy_loss"])  # not one step of the optimiser was taken
         self.note_bad({name: losses.pop(name, 0.0) for name in COUNTS}, is_whole_update=is_whole)
@@ -154,8 +177,9 @@ class Run:
         self._recent.append((self.last_update_at, self.steps))
         if self._memory_readings.is_due():
             self._read_memory()
+        self._unlogged = self._line(losses, asynchrony or {})
         if self.updates % self.config.training.log_interval == 0:
-            self._log(losses, asynchrony or {})
+            self._log()
 
     def note_bad(self, counts: Mapping[str, float], *, is_whole_update: bool) -> None:
         """NaN or infinite numbers were met, and what they would have spoilt was left out (training.on_nan = skip)."""
@@ -183,22 +207,36 @@ class Run:
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint of the learner's state and of the run's own."""
         self._save(self.directory.step_checkpoint(self.steps), state)
-        checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
 
     def finish(self, state: dict[str, Any]) -> None:
         """The last checkpoint: final, or of a step when the run was interrupted."""
         path = self.directory.step_checkpoint(self.steps) if self.interrupted() else self.directory.final_checkpoint()
+        before = self.resumed_from["progress"]["updates"] if self.resumed_from is not None else None
+        if (path, self.updates) == (self.resumed_path, before):
+            return  # it is there, and results may name its digest
         self._save(path, state)
-        checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
+        self._saver.wait()
+        self._saver.check()
+
+    def waits_for(self) -> Path | None:
+        """Return what the disk has not taken yet."""
+        return self._saver.path
+
+    def has_finished(self) -> bool:
+        """Return whether it was resumed although it had come to its end, and nothing is left to do or to write."""
+        at_its_end = self.is_complete() or (self.updates > 0 and self._time_is_up())
+        was_final = self.resumed_path == self.directory.final_checkpoint()
+        return at_its_end and was_final and resumption.finished_with(self.directory) == self.updates
 
     # What is written
 
-    def _log(self, losses: dict[str, float], asynchrony: dict[str, float]) -> None:
+    def _line(self, losses: dict[str, float], asynchrony: dict[str, float]) -> dict[str, float]:
+        """Return what the log says of the update just made; the speed depends on the line before it."""
         now = self.last_update_at
-        fps = self._rate(now)
-        line: dict[str, float] = {"step": self.steps, "time": round(now, 3), "update": self.updates, "charts/SPS": fps}
+        line: dict[str, float] = {"step": self.steps, "time": round(now, 3), "update": self.updates, "charts/SPS": 0.0}
         line["charts/learning_rate"] = losses["learning_rate"]
         line["charts/episodes"] = self.episodes.count
+        line["charts/return_sum"] = self.episodes.total
         if self.episodes.mean_reward is not None and self.episodes.mean_length is not None:
             line["charts/episodic_return"] = self.episodes.mean_reward
             line["charts/episodic_length"] = self.episodes.mean_length
@@ -208,6 +246,15 @@ class Run:
         line |= {f"system/{name}": count for name, count in self.bad_numbers.items()}
         line["system/memory_gb"] = self._memory / 1e9
         line["system/cpu_utilization"] = self.cpu_seconds / now / self.usable_cores
+        return line
+
+    def _log(self) -> None:
+        """Write the line of the last update, if it has not been."""
+        line, self._unlogged = self._unlogged, None
+        if line is None:
+            return
+        now = self.last_update_at
+        fps = line["charts/SPS"] = self._rate(now)
         assert self._metrics is not None
         assert self._progress is not None
         self._metrics.write({name: value for name, value in line.items() if math.isfinite(value)})
@@ -220,8 +267,8 @@ class Run:
                 step=self.steps,
                 update=self.updates,
                 fps=fps,
-                loss=losses["policy_loss"] + losses["value_loss"],
-                entropy=losses["entropy"],
+                loss=line["losses/policy_loss"] + line["losses/value_loss"],
+                entropy=line["losses/entropy"],
                 mean_reward=self.episodes.mean_reward,
                 mean_length=self.episodes.mean_length,
             )
@@ -236,7 +283,6 @@ class Run:
         return (self.steps - steps_then) / max(1e-9, now - since)
 
     def _save(self, path: Path, learner: dict[str, Any]) -> None:
-        self.may_write()
         progress = self.progress_state()
         for what, value in (
             ("network's weights", learner["model"]),
@@ -246,21 +292,38 @@ class Run:
             if not all_finite(value):
                 raise TrainingFailedError(
                     f"The {what} became NaN or infinite by update {self.updates}; the last good checkpoint is kept. "
-                    "A smaller training.learning_rate may help."
+                    "A new run with a smaller training.learning_rate may help."
                 )
-        checkpoint.save(path, learner | {"config": configs.to_dict(self.config), "progress": progress})
-        assert self._metrics is not None
-        self._metrics.flush()
+        content, steps = (
+            checkpoint.packed(learner | {"config": configs.to_dict(self.config), "progress": progress}),
+            self.steps,
+        )
+
+        def write() -> None:
+            self.may_write()
+            self._note_checkpoint(path, checkpoint.write(path, content), steps)
+            checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
+            assert self._metrics is not None
+            self._metrics.flush()
+
+        self._saver.save(path, write)
         self._last_checkpoint = time.perf_counter()
+
+    def _note_checkpoint(self, path: Path, digest: str | None, steps: int) -> None:
+        if digest is not None:
+            file = os.path.relpath(path, self.directory.root)
+            self.newest_checkpoint = {"file": file, "digest": digest, "steps": steps}
 
     def progress_state(self) -> dict[str, Any]:
         return {
+            "run_id": self.run_id,
             "steps": self.steps,
             "updates": self.updates,
             "elapsed": self.elapsed,
             "cpu_seconds": self.cpu_seconds,
             "phase_seconds": dict(self.clock.seconds),
             "peak_memory": self.peak_memory,
+            "peak_worker_memory": self.peak_worker_memory,
             "episodes": self.episodes.state_dict(),
             "asynchrony": self.asynchrony.state_dict(),
             "bad_numbers": dict(self.bad_numbers),
@@ -270,12 +333,14 @@ class Run:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.steps, self.updates, self.peak_memory = state["steps"], state["updates"], state["peak_memory"]
+        self.peak_worker_memory = state.get("peak_worker_memory", 0)  # older checkpoints do not say
         self._elapsed_before, self._cpu_before = state["elapsed"], state["cpu_seconds"]
         self.last_update_at = state["elapsed"]
         self.clock.seconds |= state["phase_seconds"]
         self.episodes.load_state_dict(state["episodes"])
         self.asynchrony.load_state_dict(state["asynchrony"])
         self.bad_numbers = dict(state["bad_numbers"])
+        self.run_id = state.get("run_id") or self.run_id
 
     def _read_memory(self) -> None:
         sizes = self._memory_readings.read()
@@ -300,11 +365,12 @@ class Run:
     ) -> None:
         if self._metrics is None:  # it never started
             return
+        self._saver.wait()
         try:
             if error is None:
                 self._end()
             elif isinstance(error, TrainingFailedError):
-                with contextlib.suppress(TrainingFailedError):  # the disk that is full: one report is enough
+                with contextlib.suppress(TrainingFailedError, OSError):  # the disk that is full: one report is enough
                     self._summarise("failed", str(error))
         finally:
             self._metrics.close()
@@ -320,13 +386,18 @@ class Run:
 
     def _summarise(self, state: str, reason: str | None) -> None:
         self.may_write()
+        self._log()
         self.summary = summary.build(self, state, reason)
         summary.write(self.directory, self.summary)
         metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))
 
     def final_fps(self) -> float:
-        """Over the last updates of this process."""
-        (start, first), (end, last) = self._recent[0], self._recent[-1]
+        """Over the last updates of this process; of its log if the run was already complete and made none."""
+        recent = list(self._recent)
+        if len(recent) == 1:
+            lines = metrics.read_lines(self.directory.metrics_log)[-FINAL_FPS_UPDATES - 1 :]
+            recent = [(line["time"], int(line["step"])) for line in lines] or recent
+        (start, first), (end, last) = recent[0], recent[-1]
         return (last - first) / (end - start) if end > start else 0.0
 
 

@@ -22,6 +22,7 @@ PACKAGES = ("torch", "numpy", "envpool")
 def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
     config, elapsed, machine = run.config, run.elapsed, run.plan.machine
     return {
+        "run_id": run.run_id,
         "algorithm": ALGORITHM_NAMES[config.algorithm],
         "mode": config.mode,
         "env": config.env.name,
@@ -49,9 +50,9 @@ def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
         "engine": run.plan.engine,
         "cpu_model": machine.cpu_model,
         "usable_cores": run.usable_cores,
+        "checkpoint": run.newest_checkpoint,
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git_commit": git_commit(),
-        "versions": {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **package_versions()},
+        **run.code,
     }
 
 
@@ -104,7 +105,8 @@ def _asynchrony(means: dict[str, float]) -> list[str]:
     """How far those who act and those who learn were apart, in the modes where they are."""
     if not means:
         return []
-    rows = [f"  Policy Lag: {means['policy_lag']:.1f} updates on average, {means['policy_lag_max']:.0f} at most"]
+    lag, most = means["policy_lag"], means["policy_lag_max"]
+    rows = [f"  Policy Lag: {lag:.1f} gradient steps on average, {most:.0f} at most"]
     if "learner_idle" in means:
         rows.append(f"  Idle: actors {means['actor_idle']:.0%}, learners {means['learner_idle']:.0%} of their time")
         rows.append(f"  Actor Restarts: {means['actor_restarts']:.0f}")
@@ -118,6 +120,12 @@ def _bad_numbers(counts: dict[str, float]) -> list[str]:
         return []
     found = ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in counts.items())
     return ["", f"NaN or Infinite, Left Out: {found}"]
+
+
+def code() -> dict[str, Any]:
+    """Return what made a result: the commit of this checkout and the versions of what it runs on."""
+    versions = {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **package_versions()}
+    return {"git_commit": git_commit(), "versions": versions}
 
 
 def git_commit() -> str | None:

@@ -13,6 +13,7 @@ from rl_cluster_benchmark.errors import UserError
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config import Config
 
+MOST = 1e12  # of any unit of bandwidth or time
 PROJECTION_DIR = "runs/projection"
 DESCRIPTION = """\
 Measure how training speeds up with the workers of this machine: train with 1, 2, 4, ... workers for a while each, and
@@ -60,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _nodes(text: str) -> list[int]:
     numbers = text.replace(" ", "").split(",")
-    if not all(number.isdigit() and 1 <= int(number) <= 1_000_000 for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; write numbers of machines as 1,2,4")
+    if not all(number.isdecimal() and len(number) < 8 and 1 <= int(number) <= 1_000_000 for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not allowed; write numbers of machines as 1,2,4")
     return sorted({1, *map(int, numbers)})
 
 
@@ -75,8 +76,8 @@ def _time(text: str) -> float:
 
 def _with_unit(text: str, units: Mapping[str, float], examples: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.lower())
-    if match is None or match.group(2) not in units or float(match.group(1)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not understood; write it as {examples}")
+    if match is None or match.group(2) not in units or not 0 < float(match.group(1)) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not understood; write it as {examples}")
     return float(match.group(1)) * units[match.group(2)]
 
 
@@ -86,7 +87,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a number from 0 to 1, 0.03 is 3%")
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not allowed; it must be a number from 0 to 1, 0.03 is 3%")
     return share
 
 

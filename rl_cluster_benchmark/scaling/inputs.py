@@ -41,7 +41,7 @@ class Measured:
     spread: model.Spread
     software: model.Network  # between processes on this machine: what Gloo itself takes
     sync_every: int
-    batch: int  # samples of all workers of the machine in a minibatch
+    batch: int  # samples of a step of the optimiser on one machine
     run: dict[str, Any]  # what was trained, on what
 
     @classmethod
@@ -73,7 +73,7 @@ def measure_here(config: Config, seconds: float, folder: Path, interrupted: Call
         spread_from(rate),
         software,
         sync_every=config.cluster.sync_every,
-        batch=config.batch_size if config.algorithm == "ppo" else config.rollout_size,
+        batch=optimizer_steps(config, rate.summary)[0],
         run={key: rate.summary[key] for key in keys} | {"updates": rate.updates, "seconds": rate.seconds},
     )
 
@@ -103,9 +103,7 @@ def work_from(config: Config, rate: Rate) -> model.Work:
 
     seconds = rate.seconds / rate.updates
     learning = sum(rate.shares[phase] for phase in ("update", "communication", "waiting"))
-    minibatches = 1
-    if config.algorithm == "ppo":
-        minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
+    _, minibatches = optimizer_steps(config, rate.summary)
     return model.Work(
         steps=rate.fps * seconds,
         rollout_seconds=(1 - learning) * seconds,
@@ -115,6 +113,21 @@ def work_from(config: Config, rate: Rate) -> model.Work:
         state_vectors=1 + len(OPTIMIZERS[config.training.optimizer].MOMENTS),
         small_sums=model.Work.small_sums - (not config.training.normalize_reward),
     )
+
+
+def optimizer_steps(config: Config, summary: dict[str, Any]) -> tuple[int, int]:
+    """Return (samples of a step of the optimiser, steps in an update) on one machine; `summary` is of a run there."""
+    if config.algorithm == "ppo":
+        return config.batch_size, config.training.n_epochs * -(-config.rollout_size // config.batch_size)
+    if config.algorithm == "a3c":  # each worker steps by itself, with its own rollout
+        return config.training.n_steps * summary["num_envs"] // summary["num_workers"], 1
+    if config.algorithm == "impala":
+        filled = {"env.num_envs": summary["num_envs"], "parallel.num_envs_per_worker": None}
+        filled |= {"impala.num_learners": summary["num_learners"]}
+        unrolls = config_files.build(config_files.to_dict(config), filled, source="projection").unrolls_per_step
+        steps = max(1, round(summary["num_envs"] / unrolls)) * config.impala.passes
+        return unrolls * config.training.n_steps, steps
+    return config.rollout_size, 1
 
 
 def spread_from(rate: Rate) -> model.Spread:

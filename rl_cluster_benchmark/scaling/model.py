@@ -12,12 +12,14 @@ from functools import cache
 
 ALLREDUCE, COMPRESSED, LOCAL_SGD, ASYNCHRONOUS = "allreduce", "allreduce bfloat16", "local_sgd", "async"
 STRATEGIES = (ALLREDUCE, COMPRESSED, LOCAL_SGD, ASYNCHRONOUS)
+IN_STEP = (ALLREDUCE, COMPRESSED)  # all machines take each step of the optimiser together
 SEGMENTS = 2  # Gloo cuts each machine's share of a vector into two, and has both under way at once
 EXACT_BYTES = 4 * 64  # of a compressed vector, sent beside it: loss statistics stay float32
 
 ASSUMPTIONS = (
     "Weak scaling: every machine keeps its environments and its share of each minibatch, so the global minibatch, and "
-    "with it the learning problem, grows with the machines. Steps per second, not reward.",
+    "with it the learning problem, grows with the machines; with local_sgd and async each machine steps alone, on "
+    "minibatches as large as on one. Steps per second, not reward.",
     "A sum over n machines is Gloo's ring: 2 (n - 1) hops, each max(latency + s/bandwidth, 2 s/bandwidth), for "
     "segments of s = bytes/2n; latency is a round trip and Gloo's own cost. Every link has the same latency and "
     "bandwidth, and carries nothing else.",
@@ -122,7 +124,7 @@ def project(
 ) -> Projection:
     """One strategy on so many machines. `sync_every` is local_sgd's, and that of asynchronous averages."""
     waiting = communication = 0.0
-    if nodes > 1 and strategy in (ALLREDUCE, COMPRESSED):
+    if nodes > 1 and strategy in IN_STEP:
         waiting = work.minibatches * waiting_seconds(nodes, work.minibatch_seconds, spread)
         waiting += waiting_seconds(nodes, work.rollout_seconds, spread)
         communication = work.minibatches * _gradient_seconds(strategy, nodes, work, network)

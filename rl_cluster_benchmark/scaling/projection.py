@@ -116,7 +116,7 @@ def _row(
         "network": name,
         "strategy": strategy,
         "nodes": nodes,
-        "minibatch": nodes * measured.batch,
+        "minibatch": measured.batch * (nodes if strategy in model.IN_STEP else 1),
         "steps_per_second": found.steps_per_second,
         "efficiency": found.efficiency,
         "update_seconds": found.seconds,
@@ -156,7 +156,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     out = ["", *facts(report)]
     strategies = report["strategies"]
     for network in report["networks"]:
-        head = ["machines", "minibatch", *strategies]
+        size = "minibatch" if len(strategies) == 1 else f"minibatch ({strategies[0]})"
+        head = ["machines", size, *strategies]
         by_strategy = [rows_of(report, network, strategy) for strategy in strategies]
         cells = [
             [f"{same[0]['nodes']:,}", f"{same[0]['minibatch']:,}"]

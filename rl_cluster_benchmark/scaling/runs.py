@@ -24,8 +24,8 @@ from typing import Any
 from rl_cluster_benchmark import config_files
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.execution.workers import die_with_parent
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.run.stop import die_with_parent
 
 FEWEST_TURNS, LONGEST_TURN = 3, 10.0  # seconds: when several groups of runs share the time, that of each is cut so
 WITHOUT_WATCHDOG = 1e6  # seconds: a run that is stopped makes no progress
@@ -165,10 +165,10 @@ class TrainingProcess:
         self._read_so_far = 0
         self._output = folder / "output.txt"
         (folder / "config.yaml").write_text(config_files.to_yaml(config))
-        parent = os.getpid()
+        die = die_with_parent(signal.SIGKILL)
 
         def settle() -> None:
-            die_with_parent(parent)
+            die()
             os.sched_setaffinity(0, cores)
 
         call = [sys.executable, "-m", "rl_cluster_benchmark", "train", "--config", str(folder / "config.yaml")]

@@ -11,6 +11,8 @@ from rl_cluster_benchmark import config_files, hardware
 from rl_cluster_benchmark.analysis.text import NOTHING, table
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.run.files import write_atomically, write_json
+from rl_cluster_benchmark.run.summary import code
+from rl_cluster_benchmark.tune.search import ALIKE
 from rl_cluster_benchmark.tune.space import GROUPS, Setting, Space
 from rl_cluster_benchmark.tune.trials import Trial
 
@@ -21,7 +23,7 @@ LEGEND = """\
 steps/s     environment steps per second, median of the trials; +- is half of their range
 against     times the speed of the config as it is (marked "as it is")
 balance     share of each minibatch that goes to whichever worker is free first
-policy lag  updates made since the experience of an update was begun (IMPALA): the one thing a split changes"""
+policy lag  gradient steps between the weights that acted and those that learned (IMPALA): what a split changes"""
 
 
 def name(setting: Setting) -> str:
@@ -98,7 +100,7 @@ def sentences(space: Space, tried: Sequence[Trial], chosen: Trial) -> list[str]:
     if measured == 1 < len(space.settings):
         lines.append("That is the config as it is: there was no time for anything else; give it a larger --budget.")
     elif chosen.setting == space.default:
-        lines.append("That is how the config runs as it is: nothing tried was faster.")
+        lines.append(f"That is how the config runs as it is: {_nothing_better(tried, chosen)}")
     elif own.rates:
         lines.append(f"That is {chosen.fps / own.fps:.2f} times the {own.fps:,.0f} of the config as it is.")
     lines.append(f"{measured} of {len(space.settings)} settings were measured.")
@@ -109,6 +111,21 @@ def sentences(space: Space, tried: Sequence[Trial], chosen: Trial) -> list[str]:
             "choice may be chance. Repeat it on a quiet machine."
         )
     return lines
+
+
+def _nothing_better(tried: Sequence[Trial], chosen: Trial) -> str:
+    """Say why nothing else was chosen."""
+    faster = [trial for trial in tried if trial.rates and trial.fps > chosen.fps]
+    if not faster:
+        return "nothing tried was faster."
+    best = max(faster, key=lambda trial: trial.fps)
+    if chosen.fps >= (1 - ALIKE) * best.fps:
+        return f"nothing tried was more than {ALIKE:.0%} faster."
+    trials = f"{_count(len(best.rates), 'trial')} against {len(chosen.rates)}"
+    return (
+        f"{name(best.setting)} came to {best.fps:,.0f} steps/s, but in too few trials to be chosen ({trials}); "
+        "give it a larger --budget."
+    )
 
 
 def learning_sentence(space: Space, setting: Setting) -> str:
@@ -132,11 +149,13 @@ def record(space: Space, tried: Sequence[Trial], chosen: Trial | None, extra: di
         "env": space.config.env.name,
         "cpu_model": machine.cpu_model,
         "usable_cores": machine.usable_cores,
+        **code(),
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "settings_in_space": len(space.settings),
         "chosen": name(chosen.setting) if chosen else None,
         "as_it_is": name(space.default),
         **extra,
+        "config": config_files.to_dict(space.config),
         "trials": [
             {
                 "name": name(trial.setting),
@@ -156,10 +175,13 @@ def write_files(folder: Path, space: Space, tried: Sequence[Trial], chosen: Tria
     own = next((trial.fps for trial in tried if trial.setting == space.default), 0.0)
     against = f", {chosen.fps / own:.2f} times the {own:,.0f} of the config as it was" if own else ""
     machine = hardware.detect()
+    made_by = code()
+    commit = f", commit {made_by['git_commit']}" if made_by["git_commit"] else ""
     head = [
         f"# Found by `rlcb tune` on {datetime.date.today().isoformat()}: {name(chosen.setting)}",
         f"# {chosen.fps:,.0f} steps/s{against}",
         f"# on {machine.cpu_model}, {machine.usable_cores} cores. {learning_sentence(space, chosen.setting)}",
+        f"# rlcb {made_by['versions']['rl_cluster_benchmark']}{commit}",
     ]
     text = "\n".join(head) + "\n" + config_files.to_yaml(space.tuned(chosen.setting))
     write_atomically(folder / YAML, text.encode())

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.run.stop import Interrupted, Signals
 from rl_cluster_benchmark.scaling.sweep import claim, runs_folder
 from rl_cluster_benchmark.tune import report
 from rl_cluster_benchmark.tune.search import choose, of_best, search, sweep
@@ -40,7 +40,11 @@ class Settings:
 def tune(config: Config, settings: Settings, signals: Signals) -> int:
     """Search, print, write; returns the exit status."""
     started = time.monotonic()
-    space = make_space(config, settings)
+    try:
+        space = make_space(config, settings, signals.check)
+    except Interrupted:
+        print("Interrupted before anything was measured: no file is written.", flush=True)
+        return 128 + (signals.received or 0)
     files = (report.YAML, report.JSON)
     lock = claim(settings.output_dir, files, overwrite=settings.overwrite, what="a tuned config")
     try:
@@ -64,7 +68,7 @@ def tune(config: Config, settings: Settings, signals: Signals) -> int:
     return 0 if signals.received is None else 128 + signals.received
 
 
-def make_space(config: Config, settings: Settings) -> Space:
+def make_space(config: Config, settings: Settings, look: Callable[[], None] = lambda: None) -> Space:
     if config.mode == "distributed":
         raise UserError(
             "rlcb tune measures one machine; tune with --mode parallel and use the result on every machine."
@@ -78,7 +82,7 @@ def make_space(config: Config, settings: Settings) -> Space:
     if config.algorithm == "impala" and config.mode == "parallel":
         from rl_cluster_benchmark.execution.split import fill_in
 
-        config = fill_in(config)
+        config = fill_in(config, look)
     machine = hardware.detect()
     return Space(resolve_envs(config, machine), machine, fixed=fixed, learning_too=settings.learning_too)
 

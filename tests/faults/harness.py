@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import psutil
 
@@ -23,7 +25,7 @@ MARK = "RLCB_TEST_RUN"
 SIZES = (
     "--env", "Catch-v0", "--num-envs", NUM_ENVS, "--batch-size", 128, "--num-threads", 1,
     "--set", f"training.n_steps={N_STEPS}", "--set", "training.log_interval=1", "--set", "training.save_interval=3",
-    "--set", "training.n_epochs=2", "--set", "parallel.pin=never",
+    "--set", "training.n_epochs=2", "--set", "parallel.pin=never", "--set", "impala.num_learners=1",
 )  # fmt: skip
 WORKERS = ("--num-workers", 2, "--num-envs-per-worker", NUM_ENVS // 2)
 NODES = (
@@ -66,16 +68,51 @@ MODES = [
 ]
 
 
+class Terminal:
+    """A terminal with an interactive shell in it; what the terminal shows is added to a file."""
+
+    def __init__(self, environ: dict[str, str], shown: Path) -> None:
+        self._master, slave = os.openpty()
+        self.shell = subprocess.Popen(
+            ["setsid", "--ctty", "bash", "--noprofile", "--norc", "-i"],
+            cwd=ROOT, env=environ | {"PS1": "$ ", "HISTFILE": ""}, stdin=slave, stdout=slave, stderr=slave,
+        )  # fmt: skip
+        os.close(slave)
+        self._is_closing = threading.Event()
+        self._reader = threading.Thread(target=self._read, args=(shown,), daemon=True)
+        self._reader.start()
+
+    def type(self, command: str) -> None:
+        os.write(self._master, command.encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the window: the kernel hangs up on the shell, and the shell on what it has started."""
+        if not self._is_closing.is_set():
+            self._is_closing.set()
+            self._reader.join()
+            os.close(self._master)
+
+    def _read(self, shown: Path) -> None:
+        os.set_blocking(self._master, False)
+        with open(shown, "ab") as file, contextlib.suppress(OSError):
+            while not self._is_closing.wait(0.02):
+                with contextlib.suppress(BlockingIOError):
+                    while content := os.read(self._master, 65_536):
+                        file.write(content)
+                        file.flush()
+
+
 @dataclass
 class Faulty:
     """A run in the background, with a temporary folder of its own; use it as a context manager."""
 
     mode: Mode
     output: Path
-    timesteps: int = 10_000_000
-    more: tuple[object, ...] = ("--resume",)
+    timesteps: int = 1_000_000_000
+    more: tuple[object, ...] = ("--resume-if-present",)
     environ: dict[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()  # a command that starts the run: prlimit, unshare
+    place: Literal["", "terminal", "nohup"] = ""  # started by hand in a terminal, or there with nohup and &
 
     live: ClassVar[list[Faulty]] = []
 
@@ -83,24 +120,46 @@ class Faulty:
         self.id = uuid.uuid4().hex
         self.temporary = Path(tempfile.mkdtemp(prefix="rlcb-fault-"))  # empty afterwards, or something was left
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.text_file = self.output.parent / f"{self.id}.log"
+        self.text_file, self._status_file = Path(f"{self.temporary}.log"), Path(f"{self.temporary}.status")
+        self.text_file.touch()
         self.shm_before = set(os.listdir("/dev/shm"))
+        modules = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environ = os.environ | {
-            "PYTHONPATH": f"{SITE}:{ROOT}", "PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary), MARK: self.id,
+            "PYTHONPATH": os.pathsep.join(filter(None, modules)), "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self.temporary), MARK: self.id,
         }  # fmt: skip
-        with open(self.text_file, "wb") as file:
-            self.process = subprocess.Popen(
-                [*self.prefix, *self.mode.call(self.output, self.timesteps, *self.more)],
-                cwd=ROOT, env=environ | self.environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        environ |= self.environ
+        call = [*self.prefix, *self.mode.call(self.output, self.timesteps, *self.more)]
+        if self.place:
+            self.terminal = Terminal(environ, self.text_file)
+            self.terminal.type(self._by_hand(call))
+            self.process = self.terminal.shell
+        else:
+            with open(self.text_file, "wb") as file:
+                self.process = subprocess.Popen(
+                    call, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
         self.live.append(self)
         return self
+
+    def _by_hand(self, call: Sequence[str]) -> str:
+        """The command line that starts it; a shell that survives the terminal writes down how it ended."""
+        run = shlex.join(call)
+        if self.place == "nohup":
+            run = f"nohup {run} > {self.text_file} 2>&1 < /dev/null"
+        # A signal that is caught by a shell has its default meaning again in what the shell starts.
+        survivor = (
+            f"trap : HUP; {run}; echo $? > {self._status_file}.new; mv {self._status_file}.new {self._status_file}"
+        )
+        return shlex.join(["bash", "-c", survivor]) + (" &" if self.place == "nohup" else "")
 
     def __exit__(self, *error: object) -> None:
         self.kill()
         self.live.remove(self)
         self.process.wait(timeout=30)
-        subprocess.run(["rm", "-rf", self.temporary], check=False)
+        if self.place:
+            self.terminal.close()
+        subprocess.run(["rm", "-rf", self.temporary, self.text_file, self._status_file], check=False)
 
     def kill(self) -> None:
         for process in self.everyone():
@@ -120,9 +179,18 @@ class Faulty:
                     found.append(process)
         return found
 
+    def own(self) -> psutil.Process | None:
+        """The process that was asked for: the run's, or the launcher's; None before the terminal has started it."""
+        if not self.place:
+            return psutil.Process(self.process.pid)
+        ours = {p.pid: p for p in self.everyone() if "rl_cluster_benchmark" in p.cmdline() and "-c" not in p.cmdline()}
+        return next((p for p in ours.values() if p.ppid() not in ours), None)
+
     def mains(self) -> list[psutil.Process]:
         """The process of the run, or of each of its nodes."""
-        own = psutil.Process(self.process.pid)
+        own = self.own()
+        if own is None:
+            return []
         return [p for p in own.children() if "train" in p.cmdline()] if self.mode.mode == "distributed" else [own]
 
     def servers(self) -> list[psutil.Process]:
@@ -160,15 +228,22 @@ class Faulty:
             self._still_going(deadline)
 
     def _still_going(self, deadline: float) -> None:
-        assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text}"
+        assert self.status() is None, f"ended with {self.status()}:\n{self.text}"
         assert time.monotonic() < deadline, f"no progress:\n{self.text}"
         time.sleep(0.02)
 
+    def status(self) -> int | None:
+        """How the run ended; None while it goes on."""
+        if not self.place:
+            return self.process.poll()
+        return int(self._status_file.read_text()) if self._status_file.exists() else None
+
     def wait(self, seconds: float) -> int:
-        try:
-            return self.process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end within {seconds} s:\n{self.text}") from None
+        deadline = time.monotonic() + seconds
+        while (status := self.status()) is None:
+            assert time.monotonic() < deadline, f"it did not end within {seconds} s:\n{self.text}"
+            time.sleep(0.02)
+        return status
 
     def leftovers(self) -> list[str]:
         """What is still there of a run that has ended: processes, shared memory, temporary files."""
@@ -206,7 +281,3 @@ def _command(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
-
-
-def name_of(number: int) -> str:
-    return signal.Signals(number).name

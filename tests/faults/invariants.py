@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from harness import EPISODE, N_STEPS, NUM_ENVS, Mode
 
+from rl_cluster_benchmark.analysis.run_files import UnusableRunError
+from rl_cluster_benchmark.analysis.runs import load_run
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.checkpoint import DamagedCheckpointError
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
@@ -61,6 +64,44 @@ def check(output: Path, mode: Mode, *, starts: int, history: dict[str, Any]) -> 
 def _most_per_update(mode: Mode) -> int:
     workers = 2 if mode.algorithm == "a3c" else 1  # the last report may be of fewer
     return workers * NUM_ENVS * N_STEPS
+
+
+def check_ended(output: Path, state: str) -> None:
+    """After an end in good order: nothing at all is lost, and the summary tells of what is there."""
+    summary = json.loads((output / "training_summary.json").read_text())
+    (log,) = output.glob("logs/*/metrics.jsonl")
+    steps = checkpoint.load(newest_checkpoint(output))["progress"]["steps"]
+    assert summary["state"] == state
+    assert summary["total_timesteps"] == steps
+    assert json.loads(log.read_text().splitlines()[-1])["step"] == steps
+
+
+def check_origin(output: Path, *, evaluated: bool = False) -> None:
+    """After any disturbance: no evaluation that is shown is of another agent than the run's newest."""
+    try:
+        run = load_run(output)
+    except UnusableRunError:  # it was killed before it wrote anything
+        assert not evaluated
+        return
+    assert run.evaluations or not evaluated, run.left_out
+    for evaluation in run.evaluations.values():
+        assert evaluation.origin is not None
+        assert evaluation.origin.checkpoint.digest == newest_checkpoint(output).read_bytes()[-32:].hex()
+
+
+def newest_checkpoint(output: Path) -> Path:
+    return max((output / "checkpoints").glob("*.pt"), key=lambda file: checkpoint.load(file)["progress"]["steps"])
+
+
+def content(output: Path) -> set[tuple[str, int]]:
+    """The files that a run has written, by name and inode; its lock and files that are being written are none."""
+    files = [file for file in output.rglob("*") if file.name != ".lock" and file.suffix != ".tmp"]
+    found = set()
+    for file in files:
+        with contextlib.suppress(OSError):
+            if file.is_file():
+                found.add((str(file), file.stat().st_ino))
+    return found
 
 
 def check_newest(output: Path, history: dict[str, Any]) -> int:

@@ -34,7 +34,7 @@ def run(mode, output, environ, *more, timesteps=6000, prefix=(), seconds=60):
 def goes_on(mode, output):
     """The short form leaves this to the tests of kills."""
     if LONG:
-        status, text = run(mode, output, {}, "--resume", timesteps=3000)
+        status, text = run(mode, output, {}, "--resume-if-present", timesteps=3000)
         assert status == 0, text
 
 
@@ -126,7 +126,7 @@ def test_out_of_memory(tmp_path):
     assert status == 1
     assert "MemoryError" in text or "SIGKILL" in text, text
     assert "error: Worker 1" in text
-    status, text = run(PPO, tmp_path / "run", {}, "--resume", timesteps=3000)
+    status, text = run(PPO, tmp_path / "run", {}, "--resume-if-present", timesteps=3000)
     assert status == 0, text
 
 

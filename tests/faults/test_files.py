@@ -54,7 +54,7 @@ def ended(run, *sentences):
 def test_a_full_disk(mode, what, disk):
     folder, remount = disk
     remount("size=10m")
-    more = ("--resume", "--set", "logging.tensorboard=false")
+    more = ("--resume-if-present", "--set", "logging.tensorboard=false")
     more += ("--set", "training.save_interval=100000") if what == "log" else ("--set", "model.mlp_sizes=[64, 64]")
     with Faulty(mode, folder / "run", more=more) as run:
         run.wait_for_updates(5)

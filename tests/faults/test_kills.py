@@ -11,5 +11,5 @@ from harness import MODES
 def test_kills(mode):
     seed = int(os.environ.get("RLCB_FAULT_SEED", "1"))
     print(f"RLCB_FAULT_SEED={seed}")
-    results, _ = kills.strike(1, seed, [mode], stopped=2.0)
+    results, _ = kills.strike(1, seed, [mode], 2.0, ("worker", "term", "group"))
     assert len(results) == 1

@@ -68,7 +68,8 @@ function showRuns(runs) {
       refreshCurves(runs);
     });
     name.append(button);
-    const state = element("td", run.reason ? `${run.state}: ${run.reason}` : run.state, `wrap state-${run.state}`);
+    const words = [run.reason ? `${run.state}: ${run.reason}` : run.state, ...(run.notes || [])].join("; ");
+    const state = element("td", words, `wrap state-${run.state}`);
     const done = element("td");
     if (run.fraction !== undefined) done.append(bar(run.fraction, "done"));
     row.append(name, state, done);

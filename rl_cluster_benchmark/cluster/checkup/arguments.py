@@ -35,14 +35,17 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from rl_cluster_benchmark.cluster.launch.arguments import add_remote_arguments
+    from rl_cluster_benchmark.cluster.launch import names
+    from rl_cluster_benchmark.cluster.launch.arguments import add_remote_arguments, add_ssh_option
 
     parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--cluster", action="store_true", help="check several machines, and measure them together")
     group = parser.add_argument_group("with --cluster")
-    group.add_argument("--hosts", metavar="FILE", help="a machine per line, the head first; or node1,node2")
+    group.add_argument(
+        "--hosts", type=names.line, metavar="FILE", help="a machine per line, the head first; or node1,node2"
+    )
     add_remote_arguments(group)
-    group.add_argument("--ssh-option", action="append", default=[], metavar="KEY=VALUE", help="ssh -o KEY=VALUE")
+    add_ssh_option(group)
     group.add_argument("--json", metavar="FILE", help="also write what was measured to a file")
     group.add_argument(
         "--interface", metavar="NAME", help="network interface; default: the one on the route to the head"
@@ -101,8 +104,7 @@ def _from_inside(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.cluster import placement
     from rl_cluster_benchmark.cluster.checkup import report
     from rl_cluster_benchmark.cluster.checkup.probe import measure
-    from rl_cluster_benchmark.cluster.store import Interrupted
-    from rl_cluster_benchmark.run.stop import Signals
+    from rl_cluster_benchmark.run.stop import Interrupted, Signals
 
     given = {
         "mode": "distributed",
@@ -159,8 +161,8 @@ def _from_outside(args: argparse.Namespace, hosts: str) -> int:
 
 
 def _write(args: argparse.Namespace, measured: Measurements) -> None:
-    from rl_cluster_benchmark.run.files import write_json
+    from rl_cluster_benchmark.run.output import write_output
 
     if args.json:
-        write_json(Path(args.json), measured.to_dict())
+        write_output(Path(args.json), (json.dumps(measured.to_dict(), indent=2) + "\n").encode())
         print(f"Saved {args.json}", flush=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
-import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +12,8 @@ from typing import Any
 
 from rl_cluster_benchmark.cluster.checkup.probe import Measurements
 from rl_cluster_benchmark.cluster.launch.command import MODULE
-from rl_cluster_benchmark.cluster.launch.processes import Lines, SshProcess
-from rl_cluster_benchmark.cluster.launch.ssh import Host, SshOptions, through_ssh
+from rl_cluster_benchmark.cluster.launch.processes import Lines
+from rl_cluster_benchmark.cluster.launch.ssh import Host, SshOptions, start_through_ssh
 
 MARK = "RLCB-DOCTOR "  # in front of what a machine answers, whatever else its shell prints
 PROGRAM = "rl_cluster_benchmark"
@@ -67,16 +65,24 @@ def able_to_meet(answers: Sequence[Answer]) -> list[Answer]:
 
 
 def _ask(options: SshOptions, host: Host) -> Answer:
-    call = through_ssh(options, host, ["-c", QUESTION])
+    lines: Lines = queue.SimpleQueue()
     try:
-        done = subprocess.run(
-            call, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS_TO_ANSWER
-        )
+        process = start_through_ssh(options, host, ["-c", QUESTION], lines)
     except FileNotFoundError:
         return Answer(host, "there is no ssh on this machine", "install an ssh client")
-    except subprocess.TimeoutExpired:
+    deadline = time.monotonic() + SECONDS_TO_ANSWER
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    status = process.poll()
+    if status is None:
+        process.kill()
+    process.close()
+    if status is None:
         return Answer(host, f"ssh gave no answer within {SECONDS_TO_ANSWER} s", "is the machine overloaded, or hung?")
-    return understand(host, done.returncode, done.stdout + done.stderr, options)
+    output = []
+    while not lines.empty():
+        output.append(lines.get()[1])
+    return understand(host, status, "\n".join(output), options)
 
 
 def understand(host: Host, status: int, output: str, options: SshOptions) -> Answer:
@@ -111,7 +117,7 @@ def measure_together(
     for rank, host in enumerate(hosts):
         where = ["--node-rank", rank, "--num-nodes", len(hosts), "--master-addr", hosts[0].address]
         call = [*MODULE, "doctor", "--cluster", *map(str, where), *arguments, "--json", "-"]
-        nodes.append(SshProcess(host.name, through_ssh(options, host, call), lines, os.environ))
+        nodes.append(start_through_ssh(options, host, call, lines))
     deadline = time.monotonic() + seconds
     while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
         time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_cluster_benchmark.cluster.launch import names
+
 if TYPE_CHECKING:
     from rl_cluster_benchmark.cluster.launch.command import TrainCommand
     from rl_cluster_benchmark.cluster.launch.jobs import JobOptions
@@ -40,28 +42,33 @@ def add_parser(commands: Any) -> None:
 
     ssh = _engine(engines, "ssh", "a node on each machine of a hosts file", _ssh)
     ssh.add_argument(
-        "--hosts", required=True, metavar="FILE",
+        "--hosts", type=names.line, required=True, metavar="FILE",
         help="a machine per line, the head first: node1 [addr=10.0.0.1] [workers=16]; or node1,node2",
     )  # fmt: skip
     add_remote_arguments(ssh)
-    ssh.add_argument("--ssh-option", action="append", default=[], metavar="KEY=VALUE", help="ssh -o KEY=VALUE")
+    add_ssh_option(ssh)
 
     slurm = _engine(engines, "slurm", "a SLURM job", _slurm)
-    _add_job_arguments(slurm, queue="--partition", account="--account", log="rlcb-%%j.out", directive="#SBATCH")
+    _add_job_arguments(slurm, queue="--partition", log="rlcb-%%j.out", directive="#SBATCH")
 
     pbs = _engine(engines, "pbs", "a PBS job", _pbs)
-    _add_job_arguments(pbs, queue="--queue", account="--account", log="rlcb.out", directive="#PBS")
-    pbs.add_argument("--hosts", metavar="FILE", help="instead of the job's $PBS_NODEFILE")
-    pbs.add_argument("--env", action="append", default=[], metavar="NAME", help="hand on this variable")
-    pbs.add_argument("--ssh-option", action="append", default=[], metavar="KEY=VALUE", help="ssh -o KEY=VALUE")
+    _add_job_arguments(pbs, queue="--queue", log="<script>.out", directive="#PBS")
+    pbs.add_argument("--hosts", type=names.line, metavar="FILE", help="instead of the job's $PBS_NODEFILE")
+    _add_env(pbs, "NAME", "hand on this variable of the job to its other machines")
+    add_ssh_option(pbs)
 
     ray = _engine(engines, "ray", "the machines of a Ray cluster", _ray)
     ray.add_argument(
-        "--address", metavar="ADDR", help="of a cluster that is there: auto, host:port; default: start one"
+        "--address",
+        type=names.line,
+        metavar="ADDR",
+        help="of a cluster that is there: auto, host:port; default: start one",
     )
     ray.add_argument("--nodes", type=_count, metavar="N", help="default: all machines of the cluster")
-    ray.add_argument("--directory", metavar="DIR", help="working directory on every machine; default: this one")
-    ray.add_argument("--env", action="append", default=[], metavar="NAME", help="hand on this variable")
+    ray.add_argument(
+        "--directory", type=names.line, metavar="DIR", help="working directory on every machine; default: this one"
+    )
+    _add_env(ray, "NAME[=VALUE]", "hand on this variable")
 
 
 def _engine(engines: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -72,26 +79,47 @@ def _engine(engines: Any, name: str, text: str, run: Any) -> argparse.ArgumentPa
 
 
 def add_remote_arguments(parser: Any) -> None:
-    parser.add_argument("--python", metavar="FILE", help="interpreter on the machines; default: this one")
-    parser.add_argument("--directory", metavar="DIR", help="working directory on the machines; default: this one")
+    text = names.line
+    parser.add_argument("--python", type=text, metavar="FILE", help="interpreter on the machines; default: this one")
+    parser.add_argument(
+        "--directory", type=text, metavar="DIR", help="working directory on the machines; default: this one"
+    )
     parser.add_argument("--activate", metavar="COMMAND", help="shell command that prepares the environment there")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="hand on this variable")
+    _add_env(parser, "NAME[=VALUE]", "hand on this variable")
 
 
-def _add_job_arguments(parser: argparse.ArgumentParser, *, queue: str, account: str, log: str, directive: str) -> None:
+def _add_env(parser: Any, form: str, text: str) -> None:
+    parser.add_argument("--env", type=names.variable, action="append", default=[], metavar=form, help=text)
+
+
+def add_ssh_option(parser: Any) -> None:
+    parser.add_argument(
+        "--ssh-option", type=names.line, action="append", default=[], metavar="KEY=VALUE", help="ssh -o KEY=VALUE"
+    )
+
+
+def _add_job_arguments(parser: argparse.ArgumentParser, *, queue: str, log: str, directive: str) -> None:
+    text = names.line
     parser.add_argument("--nodes", type=_count, required=True, metavar="N", help="machines")
     parser.add_argument("--cpus-per-node", type=_count, metavar="N", help="cores of each")
-    parser.add_argument("--memory", metavar="SIZE", help="of each machine, as the batch system writes it")
-    parser.add_argument("--time", metavar="HH:MM:SS", help="time limit; the run saves and requeues before it")
-    parser.add_argument(queue, dest="partition", metavar="NAME", help="where to queue the job")
-    parser.add_argument(account, metavar="NAME", help="whom to charge")
-    parser.add_argument("--job-name", default="rlcb", metavar="NAME", help="default: rlcb")
-    parser.add_argument("--log", metavar="FILE", help=f"the job's output; default: {log}")
+    parser.add_argument("--memory", type=text, metavar="SIZE", help="of each machine, as the batch system writes it")
+    parser.add_argument(
+        "--time", type=text, metavar="HH:MM:SS", help="time limit; the run saves and requeues before it"
+    )
+    parser.add_argument(queue, type=text, dest="partition", metavar="NAME", help="where to queue the job")
+    parser.add_argument("--account", type=text, metavar="NAME", help="whom to charge")
+    parser.add_argument("--job-name", type=text, default="rlcb", metavar="NAME", help="default: rlcb")
+    parser.add_argument("--log", type=text, metavar="FILE", help=f"the job's output; default: {log}")
     parser.add_argument("--activate", metavar="COMMAND", help="shell command that prepares the environment")
-    parser.add_argument("--python", metavar="FILE", help="interpreter in the job; default: this one")
-    parser.add_argument("--directory", metavar="DIR", help="working directory of the job; default: this one")
-    parser.add_argument("--option", action="append", default=[], metavar="LINE", help=f"a further {directive} line")
-    parser.add_argument("--script", metavar="FILE", help="where the job script goes; default: <job name>.sh")
+    parser.add_argument("--python", type=text, metavar="FILE", help="interpreter in the job; default: this one")
+    parser.add_argument("--directory", type=text, metavar="DIR", help="working directory of the job; default: this one")
+    parser.add_argument(
+        "--option", type=text, action="append", default=[], metavar="LINE", help=f"a further {directive} line"
+    )
+    parser.add_argument(
+        "--script", type=text, metavar="FILE",
+        help="a new file for the job script; default: <job name>-<a number of its own>.sh, here",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the job script, submit nothing")
     parser.add_argument("--follow", action="store_true", help="show the job's output until it ends")
 
@@ -136,12 +164,10 @@ def _ssh(args: argparse.Namespace) -> int:
     return ssh.launch(_command(args, len(options.hosts)), options, _signals())
 
 
-def _job_options(args: argparse.Namespace) -> JobOptions:
+def _job_options(args: argparse.Namespace, log: str | None) -> JobOptions:
     from rl_cluster_benchmark.cluster.launch.command import interpreter
-    from rl_cluster_benchmark.cluster.launch.jobs import JobOptions, seconds
+    from rl_cluster_benchmark.cluster.launch.jobs import JobOptions
 
-    if args.time is not None:
-        seconds(args.time)
     return JobOptions(
         name=args.job_name,
         nodes=args.nodes,
@@ -150,7 +176,7 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
         time_limit=args.time,
         partition=args.partition,
         account=args.account,
-        log=args.log,
+        log=args.log or log,
         activate=args.activate,
         directory=str(Path(args.directory or os.getcwd()).resolve()),
         python=interpreter(args.python),
@@ -161,39 +187,48 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
 def _slurm(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.cluster.launch.slurm import Slurm
 
-    system, options = Slurm(), _job_options(args)
-    return _submit(args, system, options, system.distributed_script(_command(args, args.nodes), options))
+    system, options, command = Slurm(), _job_options(args, None), _command(args, args.nodes)
+    script = system.distributed_script(command, options)
+    return _submit(args, system, options, script, _script_file(args, command))
 
 
 def _pbs(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.cluster.launch.pbs import Pbs
+    from rl_cluster_benchmark.errors import UserError
 
-    system, options = Pbs(), _job_options(args)
-    hand_on = [word for option in args.ssh_option for word in ("--ssh-option", option)]
-    hand_on += [word for name in args.env for word in ("--env", name)]
+    values = [variable.partition("=")[0] for variable in args.env if "=" in variable]
+    if values:
+        raise UserError(
+            f"--env {values[0]}=... is not for PBS, whose job script others may read: give the name alone, and let the "
+            "job get the value from --activate."
+        )
+    system, command = Pbs(), _command(args, args.nodes)
+    script_file = _script_file(args, command)
+    options = _job_options(args, f"{script_file.stem}.out")
     script = system.distributed_script(
-        _command(args, args.nodes),
+        command,
         options,
-        script_file=_script_file(args),
+        script_file=script_file,
         hosts_file=args.hosts,
-        ssh_arguments=hand_on,
+        ssh_arguments=[f"--ssh-option={option}" for option in args.ssh_option] + [f"--env={name}" for name in args.env],
     )
-    return _submit(args, system, options, script)
+    return _submit(args, system, options, script, script_file)
 
 
-def _submit(args: argparse.Namespace, system: Any, options: JobOptions, script: str) -> int:
+def _submit(args: argparse.Namespace, system: Any, options: JobOptions, script: str, script_file: Path) -> int:
     from rl_cluster_benchmark.cluster.launch import jobs
 
     if args.dry_run:
         print(script, end="")
         return 0
-    job = jobs.submit_script(system, script, _script_file(args))
-    print(f"Job {job} submitted; its output goes to {system.log_file(job, options)}", flush=True)
+    job = jobs.submit_script(system, script, script_file)
+    log = system.log_file(job, options)
+    print(f"Job {job} submitted as {script_file}; its output goes to {log}", flush=True)
     return jobs.follow(system, job, options, _signals()) if args.follow else 0
 
 
-def _script_file(args: argparse.Namespace) -> Path:
-    return Path(args.script or f"{args.job_name}.sh")
+def _script_file(args: argparse.Namespace, command: TrainCommand) -> Path:
+    return Path(args.script or f"{names.file_name(args.job_name)}-{command.job[:8]}.sh")
 
 
 def _ray(args: argparse.Namespace) -> int:

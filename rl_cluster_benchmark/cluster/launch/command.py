@@ -1,16 +1,23 @@
-"""The command to launch: `train` and its arguments, as each node of each attempt gets them."""
+"""The command to launch: `train` and its arguments, as each node of each attempt gets them.
+
+Every attempt gets the same arguments. The first one that begins a run leaves this launch's name in the run directory
+(RunDirectory.begin_run); a later attempt finds it there and goes on from the last checkpoint, whatever --overwrite or
+--resume say. An attempt that fails before that leaves nothing, and the next one does what was asked.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import UserError
 
 MODULE = ("-m", "rl_cluster_benchmark")
-ONLY_THE_FIRST_TIME = ("--overwrite", "--resume")
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,7 @@ class TrainCommand:
 
     arguments: tuple[str, ...]  # of `rlcb train`
     config: Config
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # a name that no other launch will ever have
 
     @classmethod
     def parse(cls, words: Sequence[str], *, num_nodes: int | None = None) -> TrainCommand:
@@ -29,39 +37,35 @@ class TrainCommand:
             raise UserError(
                 "Say what to launch behind --, for example: rlcb launch local --nodes 2 -- train --env coinrun"
             )
-        if "--node-rank" in words:
-            raise UserError("Leave out --node-rank: rlcb launch numbers the machines.")
         arguments = [*words[1:]]
-        if "--mode" not in arguments and "--config" not in arguments:
+        if not _sets(arguments, "--mode") and not _sets(arguments, "--config"):
             arguments = ["--mode", "distributed", *arguments]
         if num_nodes is not None:
             arguments += ["--num-nodes", str(num_nodes)]
-        config = cli.config_from(cli.build_parser().parse_args(["train", *arguments]))
+        args = cli.build_parser().parse_args(["train", *arguments])
+        if args.node_rank is not None:
+            raise UserError("Leave out --node-rank: rlcb launch numbers the machines.")
+        config = cli.config_from(args)
         if config.mode != "distributed":
             raise UserError(f"rlcb launch is for --mode distributed, not {config.mode}.")
         return cls(tuple(arguments), config)
 
     def sets(self, flag: str) -> bool:
-        return any(word == flag or word.startswith(f"{flag}=") for word in self.arguments)
+        return _sets(self.arguments, flag)
 
-    def for_node(self, rank: int, *, num_nodes: int, address: str, port: int, attempt: int) -> list[str]:
-        """The whole call for one node, without the interpreter; later attempts go on from the last checkpoint."""
+    def for_node(self, rank: int, *, num_nodes: int, address: str, port: int) -> list[str]:
+        """Return the whole call for one node, without the interpreter."""
         node = ["--num-nodes", num_nodes, "--node-rank", rank, "--master-addr", address, "--master-port", port]
-        return [*MODULE, "train", *self.for_attempt(attempt), *map(str, node)]
+        return [*MODULE, "train", *self.arguments, *map(str, node)]
 
-    def for_attempt(self, attempt: int) -> list[str]:
-        first = [self.first_time] if self.first_time else []
-        return [*self.lasting, *(first if attempt == 0 else ["--resume"])]
+    def variables(self, attempt: int) -> dict[str, str]:
+        """Return what the nodes of an attempt find in their environment."""
+        job = os.environ.get(placement.JOB_VARIABLE) or self.job  # a job script's name outlives this process
+        return {placement.ATTEMPT_VARIABLE: str(attempt), placement.JOB_VARIABLE: job}
 
-    @property
-    def lasting(self) -> list[str]:
-        """The arguments of every attempt."""
-        return [word for word in self.arguments if word not in ONLY_THE_FIRST_TIME]
 
-    @property
-    def first_time(self) -> str:
-        """What the first attempt has in place of the later ones' --resume; may be empty."""
-        return next((word for word in self.arguments if word in ONLY_THE_FIRST_TIME), "")
+def _sets(arguments: Sequence[str], flag: str) -> bool:
+    return any(word == flag or word.startswith(f"{flag}=") for word in arguments)
 
 
 def interpreter(given: str | None) -> str:

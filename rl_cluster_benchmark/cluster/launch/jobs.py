@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -17,13 +19,14 @@ from pathlib import Path
 from typing import Protocol
 
 from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.run.files import write_atomically
 from rl_cluster_benchmark.run.stop import Signals
 
 SECONDS_BETWEEN_LOOKS = 1.0
-# Exit statuses after which going on by itself is right (SIGUSR1, SIGTERM), or would be wrong (done, refused, Ctrl-C).
+# Exit statuses after which going on by itself is right (SIGUSR1, SIGTERM), or would be wrong (done, Ctrl-C; refused, as
+# long as nothing has begun).
 PREEMPTED = (138, 143)
-FINAL = (0, 2, 130)
+FINAL = (0, 130)
+WRONG_INPUT = 2
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class JobOptions:
     nodes: int = 1
     cpus_per_node: int | None = None
     memory: str | None = None  # per node, as the batch system writes it: 16G, 16gb
-    time_limit: str | None = None  # HH:MM:SS
+    time_limit: str | None = None  # as the batch system writes it: HH:MM:SS
     partition: str | None = None  # SLURM's partition, PBS's queue
     account: str | None = None
     log: str | None = None
@@ -48,6 +51,10 @@ class JobOptions:
 class BatchSystem(Protocol):
     submit_command: Sequence[str]
 
+    def seconds(self, time_limit: str) -> int:
+        """Read a time limit by this system's own rules."""
+        ...
+
     def script(self, command: Sequence[str], options: JobOptions) -> str:
         """A job of one node that runs one command."""
         ...
@@ -56,7 +63,9 @@ class BatchSystem(Protocol):
         """In the batch system's words; None when it no longer knows the job."""
         ...
 
-    def log_file(self, job: str, options: JobOptions) -> Path: ...
+    def log_file(self, job: str, options: JobOptions) -> Path:
+        """Where the job's output goes."""
+        ...
 
     def status(self, job: str) -> int | None:
         """The exit status of a job that has ended, if the batch system still knows it."""
@@ -71,12 +80,34 @@ def submit(system: BatchSystem, command: Sequence[str], options: JobOptions, scr
 
 
 def submit_script(system: BatchSystem, script: str, script_file: Path) -> str:
-    script_file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(script_file, script.encode())
-    done = ask([*system.submit_command, str(script_file)])
+    """Write the script to a file that must not exist yet, and send it: a waiting job may still need an older one."""
+    name = system.submit_command[0]
+    try:
+        script_file.parent.mkdir(parents=True, exist_ok=True)
+        with script_file.open("x", encoding="utf-8") as file:
+            file.write(script)
+    except FileExistsError:
+        raise UserError(f"{script_file} exists and stays as it is; choose another place with --script.") from None
+    except OSError as error:
+        raise UserError(
+            f"Cannot write the job script {script_file} ({error.strerror}); choose another place with --script."
+        ) from None
+    try:
+        done = ask([*system.submit_command, str(script_file.resolve())])
+    except UserError as error:
+        if shutil.which(name) is None:
+            script_file.unlink()
+            raise
+        raise UserError(f"{error} If a job was made all the same, it needs {script_file}: the file stays.") from None
     if done.returncode != 0:
-        raise UserError(f"{system.submit_command[0]} refused the job: {(done.stderr or done.stdout).strip()}")
-    return done.stdout.strip().split(";")[0].split()[-1]
+        script_file.unlink()  # no job has it
+        raise UserError(
+            f"{name} refused the job: {(done.stderr or done.stdout).strip() or f'status {done.returncode}'}"
+        )
+    job = re.search(r"([^\s;]+)(;\S*)?\s*$", done.stdout)
+    if job is None:
+        raise UserError(f"{name} took {script_file}, but gave no job number; look for the job with its own tools.")
+    return job.group(1)
 
 
 def follow(system: BatchSystem, job: str, options: JobOptions, signals: Signals) -> int:
@@ -124,15 +155,11 @@ def bash(words: Sequence[str]) -> str:
     return shlex.join(map(str, words))
 
 
-def seconds(time_limit: str) -> int:
-    """Of HH:MM:SS, as both batch systems write it (SLURM also D-HH:MM:SS and minutes)."""
-    days, dash, clock = time_limit.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdigit() for part in parts) or (dash and not days.isdigit()) or len(parts) > 3:
-        raise UserError(f"--time {time_limit} is not understood; write it as HH:MM:SS.")
-    if len(parts) < 3 and not dash:
-        parts = ["0", *parts, "0"][-3:] if len(parts) == 1 else ["0", *parts]
-    total = 0
-    for part in [*parts, "0", "0"][:3]:
-        total = total * 60 + int(part)
-    return int(days or 0) * 86400 + total
+def clock(seconds: int) -> str:
+    """Write a time limit in the one form that SLURM and PBS read alike."""
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def warning_before_the_end(limit: int, options: JobOptions) -> int:
+    """Return how many seconds before its time limit the run is told to save; half of a limit that is short."""
+    return min(options.warning_seconds, limit // 2)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.cluster.launch.command import TrainCommand, interpreter
 from rl_cluster_benchmark.cluster.launch.processes import Lines, LocalProcess, NodeProcess
 from rl_cluster_benchmark.cluster.launch.supervise import supervise
@@ -27,10 +26,9 @@ class LocalEngine:
 
     def start(self, num_nodes: int, attempt: int, lines: Lines) -> Sequence[NodeProcess]:
         port = free_port()
-        environ = os.environ | {placement.ATTEMPT_VARIABLE: str(attempt), "PYTHONUNBUFFERED": "1"}
+        environ = os.environ | self.command.variables(attempt) | {"PYTHONUNBUFFERED": "1"}
         calls = [
-            self.command.for_node(rank, num_nodes=num_nodes, address=LOOPBACK, port=port, attempt=attempt)
-            for rank in range(num_nodes)
+            self.command.for_node(rank, num_nodes=num_nodes, address=LOOPBACK, port=port) for rank in range(num_nodes)
         ]
         return [
             LocalProcess(f"node {rank}", [interpreter(None), *call, *self._workers], lines, environ)
@@ -53,4 +51,4 @@ def shared_cores(config: Config, num_nodes: int) -> list[str]:
 
 
 def launch(command: TrainCommand, num_nodes: int, signals: Signals) -> int:
-    return supervise(LocalEngine(command, num_nodes), command.config.cluster, num_nodes, signals)
+    return supervise(LocalEngine(command, num_nodes), command.config, num_nodes, signals)

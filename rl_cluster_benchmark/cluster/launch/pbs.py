@@ -7,13 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_cluster_benchmark.cluster.launch.command import MODULE, TrainCommand
-from rl_cluster_benchmark.cluster.launch.jobs import PREEMPTED, JobOptions, ask, bash, seconds
+from rl_cluster_benchmark.cluster.launch.jobs import (
+    PREEMPTED,
+    JobOptions,
+    ask,
+    bash,
+    clock,
+    warning_before_the_end,
+)
+from rl_cluster_benchmark.cluster.placement import JOB_VARIABLE
 from rl_cluster_benchmark.errors import UserError
+
+LONGEST = 230  # characters of a name
+PLAIN = re.compile(rf"[\w.+@:/=,-]{{1,{LONGEST}}}")
+TIME = re.compile(r"(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9})(?:\.[0-9]+)?")
 
 RUN = """\
 hosts={hosts}
-resume={first}
-[ -n "${{RLCB_RESUME:-}}" ] && resume=--resume
+script={script}
+case ${{{job_variable}:-}} in  # by this name a job finds the run that it began, or that it was submitted again for
+{job}-*) ;;
+*) export {job_variable}={job}-$PBS_JOBID ;;
+esac
 cancelled=0
 trap 'cancelled=1; kill -TERM "$run"' TERM  # qdel
 trap 'kill -USR1 "$run"' USR1
@@ -29,10 +44,26 @@ done
 {preempted})
     if [ "$cancelled" -eq 0 ]; then
         echo "Preempted: submitted again, to go on from the checkpoint."
-        qsub -v RLCB_RESUME=1 {script}
+        if grep -qs {job} "$script"; then
+            qsub -v {variables} "$script"
+        else
+            echo "Not submitted again: $script is gone, or another job's."
+        fi
     fi ;;
 esac
 exit "$status"
+"""
+
+
+WARN = """\
+(  # a subshell that takes its sleep with it
+    nap=
+    trap 'kill "$nap" 2>/dev/null; exit' TERM
+    sleep {seconds} &
+    nap=$!
+    wait "$nap" && kill -USR1 "$run"
+) &
+warning=$!
 """
 
 
@@ -46,29 +77,35 @@ class Pbs:
         self, command: TrainCommand, options: JobOptions, *, script_file: Path, hosts_file: str | None,
         ssh_arguments: Sequence[str],
     ) -> str:  # fmt: skip
-        launch = [
-            options.python,
-            *MODULE,
-            "launch",
-            "ssh",
-            "--python",
-            options.python,
-            "--directory",
-            options.directory,
-        ]
-        launch += [*ssh_arguments, *(["--activate", options.activate] if options.activate else [])]
-        call = f'{bash(launch)} --hosts "$hosts" -- {bash(["train", *command.lasting])} $resume'
-        warning = seconds(options.time_limit) - options.warning_seconds if options.time_limit else 0
+        launch = [options.python, *MODULE, "launch", "ssh"]
+        launch += [f"--python={options.python}", f"--directory={options.directory}", *ssh_arguments]
+        launch += [f"--activate={options.activate}"] if options.activate else []
+        call = f'{bash(launch)} --hosts="$hosts" -- {bash(["train", *command.arguments])}'
+        limit = self.seconds(options.time_limit) if options.time_limit is not None else 0
+        warning = limit - warning_before_the_end(limit, options)
         body = RUN.format(
             hosts=bash([hosts_file]) if hosts_file else '"${PBS_NODEFILE:?is not set: is this a PBS job?}"',
             launch=call,
-            first=command.first_time,
-            warn=f'( sleep {warning} && kill -USR1 "$run" ) &\nwarning=$!\n' if warning > 0 else "",
+            job=command.job,
+            job_variable=JOB_VARIABLE,
+            variables=",".join([JOB_VARIABLE, *_variables(options.directives)]),
+            warn=WARN.format(seconds=warning) if warning > 0 else "",
             unwarn='kill "$warning" 2>/dev/null\n' if warning > 0 else "",
             preempted=" | ".join(map(str, PREEMPTED)),
             script=bash([str(script_file.resolve())]),
         )
         return _head(options) + body
+
+    def seconds(self, time_limit: str) -> int:
+        """Read [[hours:]minutes:]seconds[.milliseconds]."""
+        match = TIME.fullmatch(time_limit)
+        if match is None:
+            raise UserError(f"--time {time_limit} is not understood; PBS writes it as HH:MM:SS, MM:SS or seconds.")
+        hours, minutes, rest = (int(part or 0) for part in match.groups())
+        total = hours * 3600 + minutes * 60 + rest
+        if total == 0:
+            raise UserError(f"--time {time_limit} is no time; leave --time out for the queue's limit.")
+        return total
 
     def state(self, job: str) -> str | None:
         done = ask(["qstat", "-f", job])
@@ -83,28 +120,46 @@ class Pbs:
         return None
 
     def log_file(self, job: str, options: JobOptions) -> Path:
-        return Path(options.directory, options.log or "rlcb.out")
+        return _log(options)
 
     def cancel(self, job: str) -> None:
         ask(["qdel", job])
 
 
+def _variables(directives: Sequence[str]) -> list[str]:
+    """Return the names of the variables that -v directives hand on: a -v on qsub's command line replaces theirs."""
+    lists = [words[1:] for line in directives if (words := line.split()) and words[0] == "-v"]
+    return [pair.partition("=")[0] for words in lists for word in words for pair in word.split(",") if pair]
+
+
+def _log(options: JobOptions) -> Path:
+    return Path(options.directory, options.log or "rlcb.out")
+
+
 def _head(options: JobOptions) -> str:
+    for what, value in {
+        "--job-name": options.name, "--queue": options.partition, "--account": options.account,
+        "--memory": options.memory,
+    }.items():  # fmt: skip
+        if value is not None and not PLAIN.fullmatch(value):
+            raise UserError(
+                f"{what} {value!a} is not allowed: PBS takes letters, digits and . _ + - @ : / = , at most {LONGEST}."
+            )
     chunk = f"select={options.nodes}"
     if options.cpus_per_node is not None:
         chunk += f":ncpus={options.cpus_per_node}"
     if options.memory is not None:
         chunk += f":mem={options.memory}"
-    directives = [f"-N {options.name}", f"-l {chunk}", "-l place=scatter", f"-o {options.log or 'rlcb.out'}", "-j oe"]
+    directives = [f"-N {options.name}", f"-l {chunk}", "-l place=scatter", "-j oe"]
     if options.time_limit is not None:
-        if "-" in options.time_limit:
-            raise UserError(f"--time {options.time_limit}: PBS writes it as HH:MM:SS.")
-        directives.append(f"-l walltime={options.time_limit}")
+        directives.append(f"-l walltime={clock(Pbs().seconds(options.time_limit))}")
     optional = {"-q": options.partition, "-A": options.account}
     directives += [f"{flag} {value}" for flag, value in optional.items() if value is not None]
     directives += ["-r y", *options.directives]
     lines = ["#!/bin/bash", *(f"#PBS {directive}" for directive in directives), ""]
-    lines += [f"cd {bash([options.directory])} || exit 2", "export PYTHONUNBUFFERED=1 RLCB_PROGRESS=lines"]
+    lines += [f"cd {bash([options.directory])} || exit 2"]
+    # PBS brings its own file when the job ends, and a job submitted again replaces it.
+    lines += [f"exec >>{bash([str(_log(options))])} 2>&1 || exit 2", "export PYTHONUNBUFFERED=1 RLCB_PROGRESS=lines"]
     if options.activate:
         lines.append(f"{options.activate} || exit 2")
     return "\n".join(lines) + "\n"

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import ctypes
+import json
 import os
 import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-PR_SET_PDEATHSIG = 1
+from rl_cluster_benchmark.run.stop import die_with_parent
+
 SECONDS_TO_DIE = 10.0
+
+READY = "rlcb-ready-for-variables"
+LINE_LENGTH = 1000  # of what is typed at a terminal, which holds lines of up to 4,095 bytes
+# For an interpreter at the other end of ssh: read variables from the connection, where no command line shows them, and
+# go on as the program in the arguments. The terminal's echo would send them back into the log. The word that says it is
+# ready does not stand in the text itself: a shell that shows its commands (set -x) must not say it.
+RECEIVE = f"""
+import base64, json, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+settings = termios.tcgetattr(0) if os.isatty(0) else None
+if settings:
+    termios.tcsetattr(0, termios.TCSANOW, settings[:3] + [settings[3] & ~termios.ECHO] + settings[4:])
+print("{READY[:9]}" + "{READY[9:]}", flush=True)
+text = "".join(iter(lambda: sys.stdin.readline().strip(), ""))
+if settings:
+    termios.tcsetattr(0, termios.TCSANOW, settings)
+os.environ.update(json.loads(base64.b64decode(text or sys.exit(1))))
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 Lines = queue.SimpleQueue[tuple[str, str]]
 """(node, what it printed)."""
-
-
-def die_with_parent(number: int) -> Callable[[], None]:
-    """To be called in a new process: the kernel sends it this signal when its parent has ended, however it did."""
-    prctl = ctypes.CDLL(None).prctl  # found before the fork: after it, little is safe to do
-    return lambda: prctl(PR_SET_PDEATHSIG, number)
 
 
 class NodeProcess(Protocol):
@@ -85,15 +100,39 @@ class LocalProcess:
         assert self._process.stdout is not None
         with contextlib.suppress(OSError, ValueError):
             for line in self._process.stdout:
-                lines.put((self.name, line.decode(errors="replace").rstrip()))
+                self._heard(line.decode(errors="replace").rstrip(), lines)
+
+    def _heard(self, line: str, lines: Lines) -> None:
+        lines.put((self.name, line))
 
 
 class SshProcess(LocalProcess):
     """A process on another machine, at the other end of `ssh -tt`: the terminal there dies with the connection."""
 
+    def __init__(
+        self, name: str, call: Sequence[str], lines: Lines, environ: Mapping[str, str], variables: Mapping[str, str]
+    ) -> None:
+        """`variables` are for RECEIVE, in the call if there are any."""
+        self._variables = dict(variables)
+        super().__init__(name, call, lines, environ)
+
+    def _heard(self, line: str, lines: Lines) -> None:
+        said, mark, _ = line.partition(READY)
+        if not (mark and self._variables):
+            return super()._heard(line, lines)
+        if said:
+            super()._heard(said, lines)
+        text = base64.b64encode(json.dumps(self._variables).encode())
+        pieces = [text[start : start + LINE_LENGTH] for start in range(0, len(text), LINE_LENGTH)]
+        self._variables = {}
+        self._type(b"\n".join(pieces) + b"\n\n")
+
     def stop(self, number: int) -> None:
         """Ctrl-C, typed at that terminal: its output still reaches us while it ends."""
+        self._type(b"\x03")
+
+    def _type(self, text: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(b"\x03")
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(text)
             self._process.stdin.flush()

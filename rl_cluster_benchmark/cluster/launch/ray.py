@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.cluster.launch.command import TrainCommand
-from rl_cluster_benchmark.cluster.launch.processes import Lines, NodeProcess, die_with_parent
-from rl_cluster_benchmark.cluster.launch.supervise import say, supervise
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.cluster.launch.processes import Lines, NodeProcess
+from rl_cluster_benchmark.cluster.launch.ssh import handed_on
+from rl_cluster_benchmark.cluster.launch.supervise import NO_OTHER_HEAD, say, supervise
+from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.run.stop import ORDERS, Signals, die_with_parent
 
 SECONDS_TO_PLACE = 120
 SECONDS_TO_ANSWER = 20.0
@@ -51,7 +51,7 @@ class NodeActor:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            preexec_fn=die_with_parent(signal.SIGKILL),  # a raylet that ends takes this actor with it
+            preexec_fn=die_with_parent(signal.SIGKILL, told=ORDERS),  # a raylet that ends takes this actor with it
         )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
 
@@ -112,11 +112,16 @@ class RayEngine:
     def __init__(self, command: TrainCommand, directory: str | None, variables: Sequence[str]) -> None:
         self.command, self.directory, self.variables = command, directory, variables
         self._group: Any = None
+        self._head: str | None = None  # the machine that every attempt must have as its head
 
     def available(self, wanted: int) -> int:
         """Ray lists a machine as alive for a while after it is gone: ask each."""
+        known = list(machines())
         with ThreadPoolExecutor(max_workers=32) as pool:
-            return min(wanted, sum(pool.map(_answers, machines())))
+            there = [node_id for node_id, answer in zip(known, pool.map(_answers, known), strict=True) if answer]
+        if self._head is not None and self._head not in map(_address, there):
+            raise TrainingFailedError(NO_OTHER_HEAD.format(self._head))
+        return min(wanted, len(there))
 
     def start(self, num_nodes: int, attempt: int, lines: Lines) -> Sequence[NodeProcess]:
         ray = _ray()
@@ -124,6 +129,8 @@ class RayEngine:
             ray.util.remove_placement_group(self._group)
         cpus = sorted(machines().values(), reverse=True)[:num_nodes]
         bundles = [{"CPU": min(cpus)} for _ in range(num_nodes)]  # any machine takes any bundle
+        if self._head is not None:
+            bundles[0][f"node:{self._head}"] = 0.001  # but for the head's: each machine has one of a thing of this name
         self._group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         if not self._group.wait(SECONDS_TO_PLACE):
             raise UserError(
@@ -138,10 +145,12 @@ class RayEngine:
         ]
         addresses = ray.get([actor.address.remote() for actor in actors], timeout=SECONDS_TO_PLACE)
         address, port = addresses[0]
-        environ = {placement.ATTEMPT_VARIABLE: str(attempt), "RLCB_PROGRESS": "lines", "PYTHONUNBUFFERED": "1"}
-        environ |= {name: os.environ[name] for name in self.variables if name in os.environ}
+        if not self.command.config.cluster.shared_filesystem:
+            self._head = address
+        environ = self.command.variables(attempt) | {"RLCB_PROGRESS": "lines", "PYTHONUNBUFFERED": "1"}
+        environ |= handed_on(self.variables)
         for rank, actor in enumerate(actors):
-            call = self.command.for_node(rank, num_nodes=num_nodes, address=address, port=port, attempt=attempt)
+            call = self.command.for_node(rank, num_nodes=num_nodes, address=address, port=port)
             if self.command.config.parallel.num_workers is None:
                 call += ["--workers-per-node", str(max(1, int(bundles[0]["CPU"])))]
             ray.get(actor.start.remote(call, environ, self.directory), timeout=SECONDS_TO_ANSWER)
@@ -162,6 +171,10 @@ def machines() -> dict[str, float]:
     """The CPUs of each machine of the cluster, by its id."""
     nodes = [node for node in _ray().nodes() if node["Alive"] and "CPU" in node["Resources"]]
     return {node["NodeID"]: node["Resources"]["CPU"] for node in nodes}
+
+
+def _address(node_id: str) -> str:
+    return next(node["NodeManagerAddress"] for node in _ray().nodes() if node["NodeID"] == node_id)
 
 
 def _answers(node_id: str) -> bool:
@@ -197,4 +210,4 @@ def launch(
         if wanted > there:
             raise UserError(f"The Ray cluster has {there} machines with CPUs, {wanted} are wanted.")
         say(f"Ray cluster with {there} machines, {wanted} take part.")
-        return supervise(RayEngine(command, directory, variables), command.config.cluster, wanted, signals)
+        return supervise(RayEngine(command, directory, variables), command.config, wanted, signals)

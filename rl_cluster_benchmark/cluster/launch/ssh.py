@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rl_cluster_benchmark.cluster import placement
+from rl_cluster_benchmark.cluster.launch import names
 from rl_cluster_benchmark.cluster.launch.command import TrainCommand, interpreter
-from rl_cluster_benchmark.cluster.launch.processes import Lines, NodeProcess, SshProcess
-from rl_cluster_benchmark.cluster.launch.supervise import supervise
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.cluster.launch.processes import RECEIVE, Lines, NodeProcess, SshProcess
+from rl_cluster_benchmark.cluster.launch.supervise import NO_OTHER_HEAD, supervise
+from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.run.stop import Signals
 
 SECONDS_TO_CONNECT = 10
+FIRST_PORT, LAST_PORT, PORTS_APART = 1024, 65_535, 1009
+WORKERS = re.compile("[1-9][0-9]{0,5}")
 KEYS = {"addr": "its address for the other machines", "workers": "its worker processes"}
 
 
@@ -47,6 +51,8 @@ class SshEngine:
         """Ask every machine; those that answer take part in the next attempt."""
         with ThreadPoolExecutor(max_workers=32) as pool:
             answers = list(pool.map(self._answers, self.options.hosts))
+        if not answers[0] and not self.command.config.cluster.shared_filesystem:
+            raise TrainingFailedError(NO_OTHER_HEAD.format(self.options.hosts[0].name))
         self.hosts = [host for host, answer in zip(self.options.hosts, answers, strict=True) if answer]
         return len(self.hosts)
 
@@ -54,15 +60,13 @@ class SshEngine:
         cluster, hosts = self.command.config.cluster, self.hosts[:num_nodes]
         is_set = self.command.sets("--master-addr") and hosts[0] == self.options.hosts[0]
         address = cluster.master_addr if is_set else hosts[0].address
+        port = port_of(cluster.master_port, attempt)
         nodes = []
         for rank, host in enumerate(hosts):
-            call = self.command.for_node(
-                rank, num_nodes=num_nodes, address=address, port=cluster.master_port + attempt, attempt=attempt
-            )
+            call = self.command.for_node(rank, num_nodes=num_nodes, address=address, port=port)
             if host.workers is not None:
                 call += ["--workers-per-node", str(host.workers)]
-            variables = [f"{placement.ATTEMPT_VARIABLE}={attempt}"]
-            nodes.append(SshProcess(host.name, through_ssh(self.options, host, call, variables), lines, os.environ))
+            nodes.append(start_through_ssh(self.options, host, call, lines, self.command.variables(attempt)))
         return nodes
 
     def _answers(self, host: Host) -> bool:
@@ -74,21 +78,42 @@ class SshEngine:
 
 
 def launch(command: TrainCommand, options: SshOptions, signals: Signals) -> int:
-    return supervise(SshEngine(command, options), command.config.cluster, len(options.hosts), signals)
+    return supervise(SshEngine(command, options), command.config, len(options.hosts), signals)
 
 
-def through_ssh(options: SshOptions, host: Host, call: Sequence[str], variables: Sequence[str] = ()) -> list[str]:
-    """The interpreter on that machine, with a terminal that ends it when the connection does."""
-    variables = [*variables, "RLCB_PROGRESS=lines", "PYTHONUNBUFFERED=1"]
-    for variable in options.variables:
-        name, equals, _ = variable.partition("=")
-        if equals or name in os.environ:
-            variables.append(variable if equals else f"{name}={os.environ[name]}")
-    steps = [f"cd {shlex.quote(options.directory)}"]
+def port_of(first: int, attempt: int) -> int:
+    """Return another port for each attempt: the head of the last may still be there, and beside it other runs."""
+    return first if attempt == 0 else FIRST_PORT + (first + attempt * PORTS_APART) % (LAST_PORT - FIRST_PORT + 1)
+
+
+def start_through_ssh(
+    options: SshOptions, host: Host, call: Sequence[str], lines: Lines, variables: Mapping[str, str] | None = None
+) -> SshProcess:
+    """Start the interpreter on that machine, with a terminal that ends it when the connection does.
+
+    `variables` stand in its command line, where everybody on both machines can read them. The user's own variables do
+    not: they follow over the connection.
+    """
+    public = {**(variables or {}), "RLCB_PROGRESS": "lines", "PYTHONUNBUFFERED": "1"}
+    private = handed_on(options.variables)
+    receiver = [options.python, "-c", RECEIVE] if private else []
+    call = ["env", *(f"{name}={value}" for name, value in public.items()), *receiver, options.python, *call]
+    dash = "./" if options.directory.startswith("-") else ""
+    steps = [f"cd {shlex.quote(dash + options.directory)}"]
     if options.activate:
         steps.append(options.activate)
-    steps.append(f"exec {shlex.join(['env', *variables, options.python, *call])}")
-    return [*options.ssh, "-tt", host.name, " && ".join(steps)]
+    steps.append(f"exec {shlex.join(call)}")
+    return SshProcess(host.name, [*options.ssh, "-tt", host.name, " && ".join(steps)], lines, os.environ, private)
+
+
+def handed_on(variables: Sequence[str]) -> dict[str, str]:
+    """Return the variables that `--env` names, NAME or NAME=VALUE, as far as they are set."""
+    given = {name: (equals, value) for name, equals, value in (variable.partition("=") for variable in variables)}
+    return {
+        name: value if equals else os.environ[name]
+        for name, (equals, value) in given.items()
+        if equals or name in os.environ
+    }
 
 
 def ssh_client(extra: Sequence[str]) -> list[str]:
@@ -115,12 +140,8 @@ def options_from(
 
 def read_hosts(text: str) -> list[Host]:
     """A file with a machine per line, or machines with commas between them. A machine named twice is one."""
-    path = Path(text)
-    if not path.is_file() and ("/" in text or text.endswith(".txt")):
-        raise UserError(f"The hosts file {text} does not exist.")
-    lines = path.read_text().splitlines() if path.is_file() else text.split(",")
     found: dict[str, Host] = {}
-    for line in lines:
+    for line in _host_lines(text):
         words = line.partition("#")[0].split()
         if words:
             found.setdefault(words[0], _host(words))
@@ -129,15 +150,33 @@ def read_hosts(text: str) -> list[Host]:
     return list(found.values())
 
 
+def _host_lines(text: str) -> list[str]:
+    try:
+        return Path(text).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"The hosts file {text} is not text (UTF-8); write a machine per line.") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+            raise UserError(f"The hosts file {text} cannot be read ({error.strerror}).") from None
+    if "/" in text or text.endswith(".txt"):
+        raise UserError(f"The hosts file {text} does not exist.")
+    return text.split(",")
+
+
 def _host(words: Sequence[str]) -> Host:
+    if not names.is_host(words[0]):
+        raise UserError(
+            f"Host {words[0]!a} is not understood; a machine is name, user@name or an address, does not begin with -, "
+            "and holds no quotes and other marks of a shell."
+        )
     host = Host(words[0], words[0].rpartition("@")[2])
     for word in words[1:]:
         key, _, value = word.partition("=")
-        if key == "addr" and value:
+        if key == "addr" and names.is_host(value):
             host = replace(host, address=value)
-        elif key == "workers" and value.isdigit() and int(value) > 0:
+        elif key == "workers" and WORKERS.fullmatch(value):
             host = replace(host, workers=int(value))
         else:
             known = ", ".join(f"{key}= ({meaning})" for key, meaning in KEYS.items())
-            raise UserError(f"Host {words[0]}: {word} is not understood; known are {known}.")
+            raise UserError(f"Host {words[0]}: {word!a} is not understood; known are {known}.")
     return host

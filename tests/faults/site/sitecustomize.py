@@ -73,18 +73,38 @@ def patch(env):
 
 
 def jump():
-    """The clock of the day, days ahead and days behind in turn; what measures durations is left alone."""
+    """The clock of the day, days ahead and days behind in turn, or, once the file is there, a day behind.
+
+    What measures durations is left alone.
+    """
     real, calls = time.time, 0
 
     def jumping():
         nonlocal calls
         calls += 1
+        if "file" in FAULT:
+            return real() - 86_400 * os.path.exists(FAULT["file"])
         return real() + 86_400 * (calls % 7 - 3)
 
     time.time = jumping
 
 
+def slow_disk():
+    """The disk takes its time, `seconds`, for the first file with `file` in its name."""
+    real, left = os.fsync, [FAULT["seconds"]]
+
+    def fsync(descriptor):
+        if left and FAULT["file"] in os.readlink(f"/proc/self/fd/{descriptor}"):
+            os.write(2, b"the disk stalls\n")
+            time.sleep(left.pop())
+        real(descriptor)
+
+    os.fsync = fsync
+
+
 if FAULT.get("kind") == "clock":
     jump()
+elif FAULT.get("kind") == "slow_disk":
+    slow_disk()
 elif FAULT:
     sys.meta_path.insert(0, Finder())

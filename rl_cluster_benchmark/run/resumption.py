@@ -1,0 +1,175 @@
+"""--resume: is there a run to go on with, and does the command ask for the task that the run has?
+
+Nothing here writes or locks: a mistake is found before anything of the run is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_cluster_benchmark import config_files as configs
+from rl_cluster_benchmark.config import MAY_CHANGE, Config
+from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.directory import RunDirectory
+
+# A file that tells what a directory holds, and how to go on with that.
+NOT_A_RUN = {
+    "benchmark.yaml": "it holds a benchmark, which `rlcb benchmark --resume` goes on with",
+    "scaling.json": "it holds the results of `rlcb scaling`",
+    "projection.json": "it holds the results of `rlcb scaling --project`",
+    "tune.json": "it holds the results of `rlcb tune`",
+}
+MOST_NAMED = 5  # other runs, in a sentence
+
+
+def check(config: Config, directory: RunDirectory, *, must_exist: bool) -> Config | None:
+    """Return the config with which the run in `directory` goes on, or None if there is none.
+
+    A run that does not exist though it must, and a config of another task than the run's, raise a UserError.
+    """
+    if not directory.holds_a_run():
+        if must_exist or directory.metrics_log.exists():
+            raise UserError(_no_run(directory))
+        return None
+    written = configs.load(directory.config, configs.AS_IT_WAS) if directory.config.is_file() else None
+    found = checkpoint.newest(directory, put_aside=False)
+    if written is None:
+        checkpoint.check_own(directory)
+    saved = configs.build(found[1]["config"], {}, source=str(found[0])) if found is not None else None
+    changed: dict[str, str] = {}
+    for before in (written, saved):
+        changed |= _changes(before, config) if before is not None else {}
+    if changed:
+        raise UserError(
+            f"--resume goes on with the run in {directory.root} as it was started, but this asks for "
+            f"{', '.join(f'{key} = {values}' for key, values in changed.items())}. Leave that out to go on with the "
+            "run (--resume without --config takes the run's own settings), or start a new one in another --output-dir."
+        )
+    if saved is None:
+        _check_that_none_was_saved(directory, written)
+    before = saved or written
+    assert before is not None
+    return _with_its_environments(config, before)
+
+
+def finished_with(directory: RunDirectory) -> int | None:
+    """Return the number of updates that the run had when it finished; None if it has not."""
+    summary = _summary(directory)
+    return summary.get("total_updates") if summary.get("state") == "finished" else None
+
+
+def _changes(before: Config, now: Config) -> dict[str, str]:
+    """Return what a run may not change, and would: key -> `the new value (it was the old one)`."""
+    found = {}
+    old, new = (configs.to_dict(config) for config in (before, now))
+    for config, data in ((before, old), (now, new)):
+        if config.model.architecture == "auto":
+            data["model"]["architecture"] = "impala" if config.env.game is not None else "mlp"
+    for section, key, field in configs.fields():
+        dotted = f"{section}.{key}" if section else key
+        was, is_now = (data[section][key] if section else data[key] for data in (old, new))
+        if section and now.algorithm not in configs.users(section, field):
+            continue
+        if was != is_now and MAY_CHANGE not in field.metadata and not _is_derived(dotted, before, now):
+            found[dotted] = f"{_shown(is_now)} (it was {_shown(was)})"
+    return found
+
+
+def _is_derived(key: str, before: Config, now: Config) -> bool:
+    """Return whether the run keeps its environments although this key says otherwise."""
+    share, was = now.parallel.num_envs_per_worker, before.parallel.num_envs_per_worker
+    if key == "env.num_envs":
+        return now.mode != "sequential" and share is not None
+    if key == "parallel.num_envs_per_worker":
+        if now.mode != "parallel" or share is None:
+            return True
+        num_envs = _num_envs(now)
+        return num_envs == before.env.num_envs or (num_envs is None and was is None)
+    return False
+
+
+def _with_its_environments(config: Config, before: Config) -> Config:
+    """Return the config with the number of environments that the run has, whatever number of workers shares them.
+
+    Several machines find out together how many workers they are (see cluster/node.py).
+    """
+    if config.mode != "parallel" or _num_envs(config) == before.env.num_envs:
+        return config
+    print(
+        f"The run keeps its {before.env.num_envs} environments, whatever number of workers shares them; "
+        f"parallel.num_envs_per_worker = {config.parallel.num_envs_per_worker} is left aside.",
+        flush=True,
+    )
+    changes = {"env.num_envs": before.env.num_envs, "parallel.num_envs_per_worker": None}
+    return configs.build(configs.to_dict(config), changes, source="the run to resume")
+
+
+def _num_envs(config: Config) -> int | None:
+    """Return how many environments a run in parallel mode would have; None if this machine's cores decide."""
+    share = config.parallel.num_envs_per_worker
+    actors = config.impala.num_actors if config.algorithm == "impala" else None
+    workers = actors or config.parallel.num_workers
+    if share is None:
+        return config.env.num_envs
+    return workers * share if isinstance(workers, int) else None
+
+
+def _check_that_none_was_saved(directory: RunDirectory, written: Config | None) -> None:
+    """A run without checkpoints begins again, unless it has some elsewhere or had some once."""
+    summary = _summary(directory)
+    places = [directory]
+    if written is not None:
+        own = RunDirectory.of(written)
+        if own.root.resolve() == directory.root.resolve():
+            places.append(own)
+    had = summary.get("state") in ("finished", "interrupted") and summary.get("total_updates")
+    damaged = [file for place in places for file in place.checkpoints.glob(f"{place.name}_*.pt.damaged")]
+    if had or damaged or any(place.step_checkpoints() for place in places):
+        if checkpoint.newest(directory, put_aside=False) is not None:
+            return  # the attempt before this one was still going on: it has saved one, or pruned the one just listed
+        raise UserError(
+            f"The run in {directory.root} has saved checkpoints, but there is none in {directory.checkpoints}. Give "
+            "the directories that it was started with (--output-dir, or --log-dir and --checkpoint-dir); --overwrite "
+            "starts it anew."
+        )
+
+
+def _no_run(directory: RunDirectory) -> str:
+    root = directory.root
+    start = f"There is no run in {root} to resume"
+    if root.is_file():
+        return f"{start}: it is a file. Give the directory of the run."
+    if not root.exists():
+        why = "it does not exist"
+    elif directory.metrics_log.exists():
+        why = "it holds metrics, but neither config.yaml nor a checkpoint of it"
+    else:
+        why = next((text for file, text in NOT_A_RUN.items() if (root / file).is_file()), "it holds none")
+    others = list(_runs_near(directory))
+    if others:
+        more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+        why += f"; there are runs in {', '.join(map(str, others[:MOST_NAMED]))}{more}"
+    return f"{start}: {why}. Check the directory, or leave --resume out to start a run there."
+
+
+def _runs_near(directory: RunDirectory) -> Iterator[Path]:
+    """Yield runs below the directory, or beside it where its name is the algorithm's and mode's (--log-dir)."""
+    above = directory.root.parent if directory.root == directory.logs else directory.root
+    with contextlib.suppress(OSError):
+        yield from sorted(path for path in above.iterdir() if (path / "config.yaml").is_file())
+
+
+def _summary(directory: RunDirectory) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        summary = json.loads(directory.summary.read_bytes())
+        return summary if isinstance(summary, dict) else {}
+    return {}
+
+
+def _shown(value: object) -> str:
+    return configs.shown(value if isinstance(value, str) else json.dumps(value))

@@ -1,0 +1,407 @@
+"""Every function of the libraries in C, at the edges of what it is called with, next to the same computation in torch.
+
+Run by test_sanitizers.py with libraries that the compiler's sanitizers watch; prints a line for each part. Arguments
+are the parts to run, and "few" for the smallest sizes only. Whatever the code in C reads or writes lies against a
+page that nobody may touch (guarded.py), once behind and once before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+import guarded
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_cluster_benchmark.execution.claims import Claims
+from rl_cluster_benchmark.kernels import build, heads, network, pooling
+from rl_cluster_benchmark.kernels.minibatch import HeadsPass, MinibatchInC, Vectors
+from rl_cluster_benchmark.rollout import sample
+
+# (height, width, channels, hidden units, batch sizes). A pass in one call takes 4 or 16 samples at a time, a forward
+# pass that saves nothing 32; strips, blocks and tiles end at 16, 32 and 64 pixels.
+IMPALA = [
+    (64, 64, (16, 32, 32), 64, (1, 5, 17)),
+    (16, 16, (16,), 32, (1, 33)),
+    (32, 16, (48,), 32, (3,)),
+    (4, 64, (16,), 32, (2, 31)),
+    (32, 32, (48, 16), 96, (16, 32)),
+    (16, 64, (32, 16), 32, (7,)),
+    (64, 64, (256,), 32, (1,)),
+    (128, 128, (16, 16, 16, 16), 32, (2,)),
+    (16, 1024, (16,), 32, (1,)),
+]
+NO_NETWORK = [
+    (0, 64, (16,)), (2, 16, (16,)), (6, 16, (16,)), (2, 32, (16,)), (2, 64, (16,)), (4, 128, (16, 16)),
+    (64, 64, (16, 32, 32, 32)), (64, 64, (8,)), (64, 64, (272,)), (63, 64, (16,)), (64, 48, (16,)),
+    (256, 256, (16,)), (64, 64, ()), (64, 64, (16,) * 9), (-64, -64, (16,)),
+]  # fmt: skip
+NATURE = [(256, (1, 7, 8, 9)), (32, (16, 17, 65))]
+HEADS = [(1, 1), (2, 32), (15, 256), (18, 33), (256, 7)]  # actions, features
+POOLING = [(1, 16, 1, 1), (2, 48, 1, 2), (3, 16, 2, 1), (2, 32, 7, 9), (1, 16, 64, 64), (0, 16, 4, 4)]
+FEW_IMPALA, FEW_NATURE = [(16, 16, (48,), 32, (1, 17)), (32, 32, (16, 48), 32, (3,))], [(32, (9,))]
+PLACES = ("end", "begin")
+FORWARD_ERROR, GRADIENT_ERROR = 0.015, 0.5  # rounding moves a few winners of ReLU and pooling, and samples are few
+
+
+def close(ours: Tensor, theirs: Tensor, most: float, what: str) -> None:
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    error = float((ours - theirs).norm() / max(float(theirs.norm()), 1e-9))
+    assert error <= most, f"{what}: {error:.3f} from torch"
+
+
+def parameters_of(architecture: str, height: int, width: int, channels: Sequence[int], hidden: int) -> list[Tensor]:
+    shapes: list[tuple[int, ...]] = []
+    before, rows, columns = 3, height, width
+    if architecture == "nature":
+        shapes, features = [(32, 3, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3)], 1024
+    else:
+        for count in channels:
+            shapes += [(count, before, 3, 3), *[(count, count, 3, 3)] * 4]
+            before, rows, columns = count, rows // 2, columns // 2
+        features = before * rows * columns
+    generator = torch.Generator().manual_seed(len(shapes))
+    made = []
+    for shape in (*shapes, (hidden, features)):
+        weight = torch.randn(shape, generator=generator) * math.sqrt(1 / math.prod(shape[1:]))
+        weight = weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight
+        made += [weight, torch.rand(shape[0], generator=generator)]
+    return made
+
+
+def images(count: int, height: int, width: int) -> Tensor:
+    return torch.randint(
+        0, 256, (count, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+
+
+class Losses:
+    """What lies behind the features of a pass in one call: the gradient is given. Called from C, in pieces."""
+
+    def __init__(self, slopes: Tensor) -> None:
+        width, slopes = slopes.shape[1], slopes.contiguous()
+
+        def losses(_: int, first: int, count: int, features: int, gradient: int) -> None:
+            ctypes.string_at(features, 4 * count * width)  # all of it may be read
+            ctypes.memmove(gradient, slopes[first:].data_ptr(), 4 * count * width)
+
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+        self.call = kind(losses)
+
+
+def in_one_call(
+    trunk: network.NativeTrunk, observations: Tensor, rows: Tensor | None, slopes: Tensor, gradients: Sequence[Tensor],
+    left: network.Rows | None,
+) -> None:  # fmt: skip
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    losses = Losses(slopes)
+    trunk.begin_pass()
+    address, train = trunk.entry_points
+    call = ctypes.CFUNCTYPE(number, pointer, pointer, pointer, number, *[pointer] * 6)(train)
+    count = len(observations) if rows is None else len(rows)
+    places = map(network._pointer, left) if left else (None, None)
+    observed = (observations.data_ptr(), None if rows is None else rows.data_ptr(), count)
+    assert call(address, *observed, losses.call, None, network._pointers(gradients), *places, trunk.seconds)
+
+
+def passes(
+    trunk: network.NativeTrunk, parameters: list[Tensor], batch: int, size: tuple[int, int], place: str
+) -> list[Tensor]:
+    """Everything that the library makes of these images: (features without and with saving, the gradients)."""
+    hidden, features = trunk.hidden_weights.shape
+    some = guarded.copy(images(batch + 3, *size), place)
+    rows = guarded.copy(torch.randperm(batch + 3, generator=torch.Generator().manual_seed(2))[:batch], place)
+    slopes = guarded.copy(torch.randn(batch, hidden, generator=torch.Generator().manual_seed(3)), place)
+    found = []
+    with torch.no_grad(), guarded.allocations(place):
+        found.append(trunk.forward(some, rows, save=False))
+        for parameter in parameters:
+            parameter.grad = guarded.copy(torch.zeros_like(parameter), place)
+        out, back = trunk.pass_through(some, rows)
+        back(slopes)
+        found += [out, *(parameter.grad for parameter in parameters)]
+        # The same, but for the hidden layer's weights: from rows that are left, in one call, the images in a row.
+        padded = -(-batch // 32) * 32
+        left = network.Rows(*(guarded.empty((padded, n), torch.bfloat16, place) for n in (features, hidden)))
+        exact = network.Rows(*(guarded.empty((batch, n), torch.bfloat16, place) for n in (features, hidden)))
+        gradients = [guarded.copy(torch.zeros_like(parameter), place) for parameter in parameters]
+        in_one_call(trunk, guarded.copy(some[rows], place), None, slopes, gradients, exact)
+        for part, whole in zip(exact, left, strict=True):
+            whole.zero_()[:batch] = part
+        product = guarded.empty((hidden, features), torch.float32, place)
+        middle = features // 32 * 16
+        trunk.multiply(left, batch, range(middle, features), product)
+        trunk.multiply(left, batch, range(middle), product)
+        assert not gradients[-2].any(), "left out"
+        gradients[-2] = product
+        found += gradients
+    return found
+
+
+def check_network(
+    architecture: str, height: int, width: int, channels: Sequence[int], hidden: int, batches: Sequence[int]
+) -> None:
+    library, source = network._library(architecture), network.SOURCES[architecture]
+    assert library is not None
+    parameters = parameters_of(architecture, height, width, channels, hidden)
+    bad = [torch.full_like(parameter, math.nan) for parameter in parameters]
+    for place in PLACES:
+        mine = [guarded.copy(parameter, place).requires_grad_() for parameter in parameters]
+        trunk = network._make(library, source, (height, width, 3), channels, mine)
+        assert trunk is not None
+        for batch in batches:
+            found = passes(trunk, mine, batch, (height, width), place)
+            rows = torch.randperm(batch + 3, generator=torch.Generator().manual_seed(2))[:batch]
+            slopes = torch.randn(batch, hidden, generator=torch.Generator().manual_seed(3))
+            expected = source.in_torch(mine, images(batch + 3, height, width)[rows])
+            gradients = torch.autograd.grad((expected * slopes).sum(), mine)
+            what = f"{architecture} {height} x {width} {channels} batch {batch}"
+            for ours in found[:2]:
+                close(ours, expected, FORWARD_ERROR, what)
+            for i, pair in enumerate(zip(found[2:], [*gradients, *gradients], strict=True)):
+                close(*pair, GRADIENT_ERROR, f"{what} gradient {i}")
+            if place == "end":
+                # Whatever an earlier pass left in the network's memory, NaN here, is not seen by the next one.
+                for parameter, other in zip(mine, bad, strict=True):
+                    parameter.data.copy_(other)
+                trunk.stale = True
+                spoiled = passes(trunk, mine, max(batches), (height, width), place)
+                assert all(part.isnan().all() for part in spoiled[:2]), "not a number is not lost"
+                for parameter, other in zip(mine, parameters, strict=True):
+                    parameter.data.copy_(other)
+                trunk.stale = True
+                again = passes(trunk, mine, batch, (height, width), place)
+                for i, pair in enumerate(zip(found, again, strict=True)):
+                    assert torch.equal(*pair), f"{what}: something is left over in result {i}"
+
+
+def impala() -> None:
+    for shape in IMPALA:
+        check_network("impala", *shape)
+    library = network._library("impala")
+    assert library is not None
+    create = library.network_create
+    create.restype = ctypes.c_void_p
+    for height, width, channels in NO_NETWORK:
+        sizes = (ctypes.c_int * len(channels))(*channels)
+        assert create(height, width, len(channels), sizes, 32) is None, f"{height} x {width} {channels} is refused"
+
+
+def nature() -> None:
+    for hidden, batches in NATURE:
+        check_network("nature", 64, 64, (32, 64, 64), hidden, batches)
+
+
+def head_layers(num_actions: int, features: int, place: str) -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(num_actions)
+    policy, value = nn.Linear(features, num_actions), nn.Linear(features, 1)
+    for layer in (policy, value):
+        for parameter in (layer.weight, layer.bias):
+            parameter.data = guarded.copy(parameter.data, place)
+    return policy, value
+
+
+def acting() -> None:
+    for num_actions, width in HEADS:
+        for place in PLACES:
+            policy, value = head_layers(num_actions, width, place)
+            noise = guarded.copy(torch.randn(2, 3, num_actions), place)
+            noise[1, 2, 0] = math.nan
+            features = guarded.copy(torch.randn(2, 3, width), place)
+            if width > 1:
+                features[1, 0] = math.inf
+            with guarded.allocations(place):
+                act = heads.Acting(policy, value, noise)
+            for t in range(2):
+                actions, log_probs, values = (torch.from_numpy(array.copy()) for array in act(t, features[t]))
+                logits = policy(features[t]).detach()
+                good = logits.isfinite().all(-1)
+                expected = sample(logits, noise[t])
+                assert torch.equal(actions[good], expected[good])
+                assert ((actions >= 0) & (actions < num_actions)).all(), "an action, whatever the numbers are"
+                chosen = logits.log_softmax(-1).gather(-1, expected.unsqueeze(-1)).squeeze(-1)
+                torch.testing.assert_close(log_probs[good], chosen[good], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    values[good], value(features[t]).detach().squeeze(-1)[good], atol=1e-4, rtol=1e-4
+                )
+
+
+class Batch:
+    """Samples of a minibatch, guarded; and where their gradients go."""
+
+    def __init__(self, count: int, num_actions: int, place: str, *, weight: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.actions = guarded.copy(torch.randint(num_actions, (count,), generator=generator), place)
+        numbers = torch.randn(4, count, generator=generator)
+        self.log_probs, self.values, self.advantages, self.returns = (guarded.copy(row, place) for row in numbers)
+        self.valid = guarded.copy(torch.full((count,), weight), place)
+
+    def fields(self) -> list[Tensor]:
+        return [self.actions, self.log_probs, self.values, self.advantages, self.returns, self.valid]
+
+
+def vector(parts: Sequence[Tensor], place: str) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """A gradient vector against the page: the parts, five statistics behind them, and all of it in two runs."""
+    size = sum(part.numel() for part in parts)
+    whole = guarded.empty((size + 5,), torch.float32, place)
+    views, start = [], 0
+    for part in parts:
+        views.append(whole[start : start + part.numel()])
+        start += part.numel()
+    return views, whole[size:], [whole[: size // 3], whole[size // 3 :]]
+
+
+def objective(clip_range: float, num_samples: int) -> heads.Objective:
+    return heads.Objective(0.1, 1.3, num_samples, clip_range, 1, 0.5, 0.01)
+
+
+def spoil(batch: Batch, how: str) -> None:
+    if how == "not a number":
+        batch.advantages[0] = batch.log_probs[-1] = math.nan
+    elif how == "infinite":
+        batch.returns[0], batch.log_probs[-1] = math.inf, -math.inf
+
+
+def training_heads() -> None:
+    for num_actions, width in HEADS:
+        for place in PLACES:
+            policy, value = head_layers(num_actions, width, place)
+            parts = [*policy.parameters(), *value.parameters()]
+            for how, weight, clip_range in (
+                ("plain", 1.0, 0.2), ("a2c", 1.0, -1.0), ("all masked", 0.0, 0.2), ("not a number", 1.0, 0.2),
+                ("infinite", 1.0, -1.0),
+            ):  # fmt: skip
+                batch = Batch(9, num_actions, place, weight=weight)
+                spoil(batch, how)
+                views, stats, written = vector(parts, place)
+                vectors = Vectors([(views, stats, written)])
+                for run in written:
+                    run.zero_()
+                behind = HeadsPass(policy, value, batch.fields(), objective(clip_range, 9))
+                features = guarded.copy(torch.randn(7, width), place)
+                rows = guarded.copy(torch.tensor([8, 0, 3, 3, 1, 7, 5]), place)
+                with guarded.allocations(place):
+                    gradient = behind(features, rows, vectors.address(0))
+                if how == "all masked":
+                    assert not gradient.any()
+                    assert not any(run.any() for run in written)
+                else:
+                    assert bool(gradient.isfinite().all()) == (how in ("plain", "a2c")), how
+                if how == "a2c":
+                    check_a2c(policy, value, features, rows, batch, views, gradient)
+
+
+def check_a2c(
+    policy: nn.Linear,
+    value: nn.Linear,
+    features: Tensor,
+    rows: Tensor,
+    batch: Batch,
+    views: list[Tensor],
+    gradient: Tensor,
+) -> None:
+    inputs = features.clone().requires_grad_()
+    log_policy = policy(inputs).log_softmax(-1)
+    log_prob = log_policy.gather(-1, batch.actions[rows].unsqueeze(-1)).squeeze(-1)
+    advantage = (batch.advantages[rows] - 0.1) / 1.3
+    entropy = -(log_policy.exp() * log_policy).sum(-1)
+    error = value(inputs).squeeze(-1) - batch.returns[rows]
+    loss = (-advantage * log_prob + 0.5 * 0.5 * error.square() - 0.01 * entropy).sum() / 9
+    expected = torch.autograd.grad(loss, [inputs, *policy.parameters(), *value.parameters()])
+    for ours, theirs in zip([gradient, *views], expected, strict=True):
+        torch.testing.assert_close(ours.view_as(theirs), theirs, atol=1e-4, rtol=1e-3)
+
+
+def minibatch() -> None:
+    """From the images to the gradient, with the numbers of pieces from a pipe; heads.c calls the network's library."""
+    for architecture, channels in (("impala", (16, 32)), ("nature", (32, 64, 64))):
+        size = 64 if architecture == "nature" else 32
+        library, source = network._library(architecture), network.SOURCES[architecture]
+        assert library is not None
+        for place in PLACES:
+            parameters = [guarded.copy(p, place) for p in parameters_of(architecture, size, size, channels, 32)]
+            trunk = network._make(library, source, (size, size, 3), channels, parameters)
+            assert trunk is not None
+            policy, value = head_layers(15, 32, place)
+            layers = [*parameters, *policy.parameters(), *value.parameters()]
+            observations, batch = guarded.copy(images(40, size, size), place), Batch(40, 15, place)
+            behind = HeadsPass(policy, value, batch.fields(), objective(0.2, 40))
+            order = guarded.copy(torch.randperm(40, generator=torch.Generator().manual_seed(4)), place).numpy()
+            bounds = guarded.copy(torch.tensor([0, 1, 1, 19, 40]), place).numpy()
+            sums = []
+            for leave_rows in (False, True):
+                vectors_made = [vector(layers, place) for _ in range(len(bounds))]
+                vectors = Vectors(vectors_made)
+                rows = network.Rows(
+                    *(guarded.empty((40, n), torch.bfloat16, place) for n in reversed(trunk.hidden_weights.shape))
+                )
+                way = MinibatchInC(trunk, observations, behind, most=17, rows=rows if leave_rows else None)
+                way.write(order, 0, vectors.address(0))
+                way.write(order[:0], 0, vectors.address(1))
+                assert not any(run.any() for run in vectors_made[1][2]), "of no samples, zeros"
+                claims = Claims()
+                claims.offer([2, 0, 3, 1])
+                way.take(order, bounds, 0, vectors.address(1), claims.reading)
+                assert claims.take() is None
+                claims.close()
+                wholes = [torch.cat(written) for _, _, written in vectors_made]
+                close(sum(wholes[2:], wholes[1]), wholes[0], 0.01, "pieces of a minibatch, summed")
+                assert all(whole.isfinite().all() for whole in wholes)
+                sums.append(wholes[0])
+            assert not torch.equal(*sums), "the gradient of the hidden layer is left out of one"
+
+
+def pool() -> None:
+    assert pooling.available()
+    for dtype in pooling.SUFFIXES:
+        for shape in POOLING:
+            for threads in (1, 3):
+                for place in PLACES:
+                    torch.set_num_threads(threads)
+                    made = torch.randn(shape).mul(2).round().div(2)
+                    if made.numel():
+                        made[0, 0, 0, 0], made[-1, -1] = math.nan, -math.inf
+                    made = made.to(dtype).contiguous(memory_format=torch.channels_last)
+                    image = guarded.copy(made.permute(0, 2, 3, 1), place).permute(0, 3, 1, 2)
+                    with guarded.allocations(place):
+                        pooled, winners = pooling._forward(image, pooling._library())
+                        grad = guarded.copy(torch.ones_like(pooled).permute(0, 2, 3, 1), place).permute(0, 3, 1, 2)
+                        back = pooling._backward(grad, winners, image.shape, pooling._library())
+                    if not made.numel():
+                        continue
+                    expected = F.max_pool2d(made.clone(), 3, 2, 1)
+                    torch.testing.assert_close(pooled, expected, rtol=0, atol=0, equal_nan=True)
+                    assert float(back.float().sum()) == expected.numel(), "every window gives its gradient to one pixel"
+    torch.set_num_threads(1)
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "acting": acting, "training heads": training_heads, "pooling": pool,
+    "impala": impala, "nature": nature, "minibatch": minibatch,
+}  # fmt: skip
+OF_THE_NETWORK = ("impala", "nature", "minibatch")
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    if "few" in names:
+        names.remove("few")
+        IMPALA[:], NATURE[:] = FEW_IMPALA, FEW_NATURE
+    np.seterr(all="ignore")
+    build.COMPILE_SECONDS = 1200  # it takes longer with a sanitizer
+    assert heads.available(), "the compiler could not build heads.c"
+    for name in names or PARTS:
+        if name in OF_THE_NETWORK and not network.available("impala"):
+            print(f"{name}: left out, this CPU has no AVX512-BF16", flush=True)
+            continue
+        PARTS[name]()
+        print(f"{name}: clean", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
