@@ -36,8 +36,12 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def workers_of(process: subprocess.Popen[str] | psutil.Process) -> list[psutil.Process]:
-    """The children of its server, in the order of their ranks."""
-    return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
+    """The children of its server, in the order of their ranks; a server that ends just now has none."""
+    workers = []
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.NoSuchProcess):
+            workers += child.children()
+    return workers
 
 
 def wait_for_updates(output: Path, label: str, count: int, process: subprocess.Popen[str], seconds: float = 90) -> None:

@@ -317,8 +317,7 @@ def _end(run: Faulty, kill: Kill, victim: psutil.Process, stopped: float) -> int
                 raise
         else:
             return _end_well(run)
-    if kill.fault == "worker" and run.mode.algorithm == "impala" and not kill.early:
-        run.wait_for_text("Another takes its place")
+    if kill.fault == "worker" and run.mode.algorithm == "impala" and _is_replaced(run, kill):
         run.wait_for_updates()
         return _end_well(run)
     status = run.wait(90)
@@ -329,6 +328,17 @@ def _end(run: Faulty, kill: Kill, victim: psutil.Process, stopped: float) -> int
     if victim.pid != run.process.pid:
         assert "error: " in run.text, run.text
     return status
+
+
+def _is_replaced(run: Faulty, kill: Kill) -> bool:
+    """Return whether another actor took the place of the one that was killed; while a run starts, it may end instead."""
+    deadline = time.monotonic() + 60
+    while "Another takes its place" not in run.text:
+        if kill.early and run.status() is not None:
+            return False
+        assert run.status() is None and time.monotonic() < deadline, f"no other actor took its place:\n{run.text}"
+        time.sleep(0.02)
+    return True
 
 
 def _victims(run: Faulty, fault: str) -> list[psutil.Process]:
