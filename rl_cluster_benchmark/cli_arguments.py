@@ -51,7 +51,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="a YAML file or a preset's name; default: the preset <algorithm>_<mode>",
+        help="a YAML file or a preset's name; default: <algorithm>_procgen, <algorithm>_toy for CartPole-v1 and "
+        "Catch-v0, <algorithm>_cpu_cluster in distributed mode",
     )
     for flag, (key, placeholder, text) in FLAGS.items():
         if flag in without:
@@ -134,7 +135,9 @@ def config_from(args: argparse.Namespace) -> Config:
     path = args.config
     own = None
     if path is None:
-        path = getattr(args, "default_config", None) or configs.preset_of(args.algorithm, args.mode)
+        path = getattr(args, "default_config", None) or configs.preset_of(
+            given.get("algorithm"), given.get("mode"), given.get("env.name")
+        )
         own = _own_config(args, path, given)
         path = own or path
     mode = args.mode or (configs.read_yaml(path).get("mode") if own or args.config is not None else None)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import ValidationError
 
-from rl_cluster_benchmark.config import MAY_CHANGE, Algorithm, Config, Section, UsedBy
+from rl_cluster_benchmark.config import MAY_CHANGE, TOY_ENVS, Algorithm, Config, Section, UsedBy
 from rl_cluster_benchmark.errors import UserError
 
 MAX_BYTES, MAX_DEPTH = 1_000_000, 16  # of a YAML file: far more than a config takes, far less than hurts
@@ -153,9 +153,10 @@ def presets() -> list[str]:
     return sorted(file.stem for file in preset_dir().glob("*.yaml"))
 
 
-def preset_of(algorithm: str | None, mode: str | None) -> str | None:
+def preset_of(algorithm: object, mode: object, env: object) -> str | None:
     """Return the name of the preset that a command line without --config starts from; None if there is none."""
-    preset = f"{algorithm or 'ppo'}_{'cpu_cluster' if mode == 'distributed' else mode or 'sequential'}"
+    task = "cpu_cluster" if mode == "distributed" else "toy" if env in TOY_ENVS else "procgen"
+    preset = f"{algorithm or 'ppo'}_{task}"
     return preset if preset in presets() else None
 
 

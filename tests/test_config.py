@@ -1,6 +1,7 @@
 """Config files, flags and the sentences that answer mistakes."""
 
 import re
+from typing import get_args
 
 import pytest
 import yaml
@@ -9,7 +10,7 @@ from conftest import ROOT, rlcb
 from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.cli import build_parser, main
 from rl_cluster_benchmark.cli_arguments import config_from, without_effect
-from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.config import Algorithm, Config
 from rl_cluster_benchmark.errors import UserError
 
 # The YAML that the first documents of the project printed.
@@ -310,7 +311,25 @@ def test_flags_and_set_on_the_command_line(tmp_path):
 def test_names_may_be_written_in_capitals_as_the_summaries_do(capsys):
     assert main(["config", "--algorithm", "IMPALA", "--mode", "Parallel"]) == 0
     config = Config.model_validate(yaml.safe_load(capsys.readouterr().out))
-    assert (config.algorithm, config.mode, config.training.learning_rate) == ("impala", "parallel", 1e-4)
+    assert (config.algorithm, config.mode) == ("impala", "parallel")
+
+
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+@pytest.mark.parametrize(
+    ("call", "task"),
+    [
+        ((), "procgen"),
+        (("--mode", "parallel", "--env", "starpilot"), "procgen"),
+        (("--env", "Catch-v0"), "toy"),
+        (("--mode", "parallel", "--set", "env.name=CartPole-v1"), "toy"),
+        (("--mode", "distributed"), "cpu_cluster"),
+    ],
+)
+def test_without_a_config_the_preset_for_the_game_is_taken(algorithm, call, task, capsys):
+    assert main(["config", "--algorithm", algorithm, *call]) == 0
+    taken = capsys.readouterr().out
+    assert main(["config", "--algorithm", algorithm, *call, "--config", f"{algorithm}_{task}"]) == 0
+    assert taken == capsys.readouterr().out
 
 
 def test_a_number_of_workers_replaces_a_presets_split_of_the_cores(capsys):

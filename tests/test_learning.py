@@ -1,4 +1,4 @@
-"""All four algorithms solve the toy games with the presets for these, even while their actors are killed."""
+"""All four algorithms solve the toy games with their defaults, and IMPALA even while its actors are killed."""
 
 import contextlib
 import itertools
@@ -38,7 +38,7 @@ def score(algorithm, mode, output):
 @pytest.mark.parametrize(("algorithm", "mode", "env"), CASES)
 def test_it_solves(algorithm, mode, env, tmp_path):
     start = time.monotonic()
-    call = ("--config", f"{algorithm}_toy", "--mode", mode, "--env", env, "--total-timesteps", STEPS)
+    call = ("--algorithm", algorithm, "--mode", mode, "--env", env, "--total-timesteps", STEPS)
     done = rlcb("train", *call, "--output-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - start < 120
@@ -48,7 +48,7 @@ def test_it_solves(algorithm, mode, env, tmp_path):
 @pytest.mark.long
 def test_impala_solves_catch_while_its_actors_are_killed(tmp_path):
     """One of two actors every few seconds: whenever the last one killed has been replaced."""
-    call = ("--config", "impala_toy", "--mode", "parallel", "--env", "Catch-v0", "--total-timesteps", STEPS)
+    call = ("--algorithm", "impala", "--mode", "parallel", "--env", "Catch-v0", "--total-timesteps", STEPS)
     with running(*call, "--num-workers", 2, "--output-dir", tmp_path) as process:
         text = wait_for_line("Step:", process)
         while process.poll() is None:

@@ -88,7 +88,7 @@ def test_shipped_spaces_can_be_trained_and_are_no_presets():
         for candidate in space.candidates:
             space.config_of(candidate)
     assert list(space.runs()) == ["coinrun_seed1", "starpilot_seed1"]
-    assert (space.total_timesteps, space.config_of({}).env.num_envs, space.prune[0].at) == (1_000_000, 64, 400_000)
+    assert (space.total_timesteps, space.config_of({}).env.num_envs, space.prune[0].at) == (500_000, 64, 200_000)
     with pytest.raises(UserError, match=r"Did you mean ppo_procgen\?"):
         read_space("ppo_progen")
 

@@ -53,7 +53,9 @@ def read_space(path: str, candidates: str | None = None) -> Space:
     rest = {key: value for key, value in data.items() if key not in Base.model_fields}
     if "base" in rest:
         raise UserError(f"{source}: base is not a known key; {_known(())}")
-    space = _validated(Space, {**rest, "base": _base_data(base, source)}, source)
+    games = rest.get("games")
+    game = next(iter(games), None) if isinstance(games, dict) else None
+    space = _validated(Space, {**rest, "base": _base_data(base, game, source)}, source)
     try:
         _check(space, set(map(configs.home_of, base.set)))
     except UserError as error:
@@ -117,8 +119,8 @@ def _known(loc: tuple[Any, ...]) -> str:
     return f"known here: {', '.join(names)}."
 
 
-def _base_data(base: Base, source: str) -> dict[str, Any]:
-    """Return the settings of all trials: those of the config or preset, with `set` on top."""
+def _base_data(base: Base, game: object, source: str) -> dict[str, Any]:
+    """Return the settings of all trials: those of the config, or of the preset for `game`, with `set` on top."""
     settings: dict[str, object] = {}
     for key, value in base.set.items():
         try:
@@ -127,7 +129,7 @@ def _base_data(base: Base, source: str) -> dict[str, Any]:
         except UserError as error:
             raise UserError(f"{source}: set: {error}") from None
     top = {name: value for name in ("algorithm", "mode") if (value := getattr(base, name)) is not None}
-    path = base.config or configs.preset_of(base.algorithm, base.mode)
+    path = base.config or configs.preset_of(base.algorithm, base.mode, game)
     data = configs.read_yaml(path) if path is not None else {}
     always = {"training.total_timesteps": base.total_timesteps, "training.duration_hours": None, "output_dir": None}
     merged = configs.merge(data, {**settings, **top, **always})
