@@ -331,12 +331,13 @@ def _end(run: Faulty, kill: Kill, victim: psutil.Process, stopped: float) -> int
 
 
 def _is_replaced(run: Faulty, kill: Kill) -> bool:
-    """Return whether another actor took the place of the one that was killed; while a run starts, it may end instead."""
+    """Return whether another actor took the place of the one killed; while a run starts, it may end instead."""
     deadline = time.monotonic() + 60
     while "Another takes its place" not in run.text:
         if kill.early and run.status() is not None:
             return False
-        assert run.status() is None and time.monotonic() < deadline, f"no other actor took its place:\n{run.text}"
+        assert run.status() is None, f"it ended with {run.status()}, and no other actor took its place:\n{run.text}"
+        assert time.monotonic() < deadline, f"no other actor took its place:\n{run.text}"
         time.sleep(0.02)
     return True
 
