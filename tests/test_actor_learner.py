@@ -452,15 +452,16 @@ def test_a_signal_ends_it_in_good_order(tmp_path):
 
 
 def test_procgen_with_bfloat16_actors(tmp_path):
+    """The parameters hardly change, so actors and learners differ by their precision alone, however old an unroll is."""
     done = rlcb(
         "train", "--algorithm", "impala", "--mode", "parallel", "--env", "starpilot", "--num-workers", 2,
         "--num-envs", 7, "--set", "training.n_steps=10", "--set", "model.channels=[4, 8]", "--batch-size", 40,
         "--set", "hardware.precision=float32", "--set", "impala.inference_precision=bfloat16",
-        "--set", "hardware.micro_batch=8", "--total-timesteps", 400, "--output-dir", tmp_path,
+        "--set", "hardware.micro_batch=8", "--learning-rate", 1e-7, "--total-timesteps", 400, "--output-dir", tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert summary(tmp_path)["total_timesteps"] >= 400
-    assert read_metrics(tmp_path, LABEL)[-1]["losses/approx_kl"] < 0.01
+    assert read_metrics(tmp_path, LABEL)[-1]["losses/approx_kl"] < 0.001
 
 
 def test_duration_and_nan(tmp_path):

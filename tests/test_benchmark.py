@@ -142,7 +142,7 @@ def test_one_cell_at_a_time_as_on_a_cluster(benchmarked, tmp_path):
     """--plan lists the cells; two jobs at once each do theirs; the last call finds all done and reports."""
     output = tmp_path / "matrix"
     call = (
-        "--configs", "ppo_sequential", "a2c_sequential", "--games", "Catch-v0", "--seeds", 1,
+        "--algorithms", "ppo", "a2c", "--modes", "sequential", "--games", "Catch-v0", "--seeds", 1,
         "--total-timesteps", 6000, "--episodes", 20, *CELL_SETTINGS,
     )  # fmt: skip
     done = rlcb("benchmark", *call, "--output-dir", output, "--plan")
