@@ -122,9 +122,10 @@ def assert_gone(processes):
 
 
 def sequential_state(output, algorithm, timesteps=2500):
-    """The reference, trained in this process: it starts no other."""
+    """The reference, with the preset that distributed mode starts from, trained in this process: it starts no other."""
     torch.set_num_threads(1)
-    args = ["train", "--algorithm", algorithm, *TINY, "--total-timesteps", timesteps, "--output-dir", output]
+    args = ["train", "--config", f"{algorithm}_cpu_cluster", "--mode", "sequential", *TINY]
+    args += ["--total-timesteps", timesteps, "--output-dir", output]
     config = cli.config_from(cli.build_parser().parse_args(list(map(str, args))))
     assert training.train(config, Signals()) == 0
     return checkpoint.load(output / "checkpoints" / f"{algorithm}_sequential_final.pt")
