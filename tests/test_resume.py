@@ -53,7 +53,7 @@ def copy_of(run, tmp_path):
         (("--algorithm", "impala", "--total-timesteps", 9000), ["algorithm = impala (it was ppo)"]),
         (("--config", "a2c_sequential"), ["algorithm = a2c (it was ppo)", "= procgen-coinrun-v0 (it was Catch-v0)"]),
         (("--env", "CartPole-v1"), ["env.name = CartPole-v1 (it was Catch-v0)"]),
-        (("--learning-rate", "0.1", "--seed", 7), ["learning_rate = 0.1 (it was 0.0003)", "env.seed = 7 (it was 42)"]),
+        (("--learning-rate", "0.1", "--seed", 7), ["learning_rate = 0.1 (it was 0.001)", "env.seed = 7 (it was 42)"]),
         (("--set", "training.target_kl=0.02"), ["training.target_kl = 0.02 (it was null)"]),
         (("--num-envs", 32, "--set", "model.mlp_sizes=[32]"), ["num_envs = 32", "mlp_sizes = [32] (it was [64"]),
     ],
@@ -162,7 +162,7 @@ def test_resume_if_present(tmp_path, call):
     # A run that was killed before its first checkpoint is a run, and has its own settings.
     young = tmp_path / "young"
     young.mkdir()
-    (young / "config.yaml").write_text((output / "config.yaml").read_text().replace("gamma: 0.999", "gamma: 0.5"))
+    (young / "config.yaml").write_text((output / "config.yaml").read_text().replace("gamma: 0.99", "gamma: 0.5"))
     (young / ".lock").write_text((output / ".lock").read_text())
     refused(call("train", "--resume", "--output-dir", young, "--set", "training.gamma=0.7"), "(it was 0.5)")
     status, out, _ = call("train", "--resume", "--output-dir", young, "--total-timesteps", 600)

@@ -76,7 +76,7 @@ def test_files_of_a_finished_run(trained):
     assert len([name for name in kept if name.startswith("ppo_sequential_step_")]) == 3
     assert "ppo_sequential_final.pt" in kept
     config = yaml.safe_load((trained / "config.yaml").read_text())
-    assert (config["env"]["name"], config["training"]["gamma"]) == ("Catch-v0", 0.999)
+    assert (config["env"]["name"], config["training"]["gamma"]) == ("Catch-v0", 0.99)
 
 
 def test_tensorboard_has_the_same_scalars_over_steps(trained):
