@@ -132,15 +132,15 @@ def config_from(args: argparse.Namespace) -> Config:
     flags = {flag: text for flag in FLAGS if (text := getattr(args, attribute(flag))) is not None}
     assigned = dict(configs.parse_assignment(text) for text in args.set)
     given = named | {FLAGS[flag][0]: text for flag, text in flags.items()} | assigned
-    path = args.config
-    own = None
-    if path is None:
-        path = getattr(args, "default_config", None) or configs.preset_of(
-            given.get("algorithm"), given.get("mode"), given.get("env.name")
-        )
-        own = _own_config(args, path, given)
-        path = own or path
-    mode = args.mode or (configs.read_yaml(path).get("mode") if own or args.config is not None else None)
+    path = args.config or getattr(args, "default_config", None)
+    own = preset = None
+    if args.config is None:
+        preset = path or configs.preset_of(given.get("algorithm"), given.get("mode"), given.get("env.name"))
+        own = _own_config(args, preset, given)
+        path = own or preset
+    mode = given.get("mode")
+    if mode is None and path is not None and path != preset:
+        mode = configs.read_yaml(path).get("mode")
     overrides: dict[str, object] = dict(named)
     for flag, text in flags.items():
         is_machines = flag == "--num-workers" and mode == "distributed"
@@ -149,6 +149,10 @@ def config_from(args: argparse.Namespace) -> Config:
         overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
     if args.num_workers is not None and mode != "distributed":
         overrides["impala.num_actors"] = None  # likewise: a preset's split of the cores
+    if preset is not None and own is None and "training.duration_hours" in given:
+        # A preset for toy games ends after seconds: the time that was asked for would never be reached.
+        steps_of_preset = configs.load(preset).training.total_timesteps
+        overrides.setdefault("training.total_timesteps", max(steps_of_preset, configs.DEFAULT_STEPS))
     overrides |= assigned
     return configs.load(path, configs.AS_IT_WAS | overrides if own else overrides)
 

@@ -136,11 +136,11 @@ def _config(args: argparse.Namespace) -> Any:
 
 def _given_keys(args: argparse.Namespace) -> set[str]:
     """The config keys that the command line sets."""
-    from rl_cluster_benchmark.config_files import parse_assignment
+    from rl_cluster_benchmark.config_files import home_of, parse_assignment
 
     flags = {key for flag, (key, _, _) in FLAGS.items() if getattr(args, attribute(flag)) is not None}
     top = {name for name in ("algorithm", "mode") if getattr(args, name) is not None}
-    return flags | top | {parse_assignment(text)[0] for text in args.set}
+    return flags | top | {home_of(parse_assignment(text)[0]) for text in args.set}
 
 
 def _profile(args: argparse.Namespace) -> int:

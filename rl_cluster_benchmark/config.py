@@ -184,6 +184,11 @@ class EnvConfig(Section):
                 f"distribution_mode {self.distribution_mode} does not exist for {self.game}; "
                 f"games that have it: {', '.join(sorted(games))}"
             )
+        if self.distribution_mode == "exploration" and self.game is not None and self.num_levels:
+            raise ValueError(
+                "distribution_mode exploration is a single level, of which none can be held back from training: "
+                "it needs env.num_levels = 0"
+            )
         if self.use_sequential_levels:
             raise ValueError(
                 "env.use_sequential_levels = true does nothing: in EnvPool's Procgen an episode ends with its level; "
@@ -330,6 +335,10 @@ class ImpalaConfig(Section):
         "auto",
         description="Processes that learn (on each machine); auto: as many as actors leave cores. With images, where "
         "that is none, and on two cores: up to two thirds of the cores, which they share with actors.",
+    )
+    split: MayChange[Literal["given", "measured"]] = Field(
+        "given",
+        description="Written by the program: measured, where a measurement gave the numbers of actors and learners.",
     )
     pages_per_actor: Int = Field(
         3, ge=2, le=64, description="Unrolls of each environment that there is room for: how far actors may run ahead."

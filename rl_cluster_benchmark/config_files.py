@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import ValidationError
 
-from rl_cluster_benchmark.config import MAY_CHANGE, TOY_ENVS, Algorithm, Config, Section, UsedBy
+from rl_cluster_benchmark.config import MAY_CHANGE, TOY_ENVS, Algorithm, Config, Section, TrainingConfig, UsedBy
 from rl_cluster_benchmark.errors import UserError
 
 MAX_BYTES, MAX_DEPTH = 1_000_000, 16  # of a YAML file: far more than a config takes, far less than hurts
@@ -23,6 +23,8 @@ MAX_SHOWN = 120  # characters of a wrong value that a sentence repeats
 
 # Keys that older configs keep under `training`, and where they live now.
 MOVED_KEYS = {"num_envs": "env", "seed": "env", "device": "hardware", "num_threads": "hardware"}
+
+DEFAULT_STEPS: int = TrainingConfig.model_fields["total_timesteps"].default
 
 # Overrides for the config.yaml of a run: what was in effect, although an older one says what is refused today.
 AS_IT_WAS: dict[str, object] = {"env.use_sequential_levels": False}
@@ -54,6 +56,13 @@ def merge(data: Mapping[str, Any], overrides: Mapping[str, object]) -> dict[str,
     for dotted, value in overrides.items():
         _assign(merged, home_of(dotted), value)
     return merged
+
+
+def refuse_section(key: str) -> None:
+    """Raise a UserError if the key is a whole section: setting it would reset the keys that are not mentioned."""
+    inside = [name for section, name, _ in fields() if section and section == key]
+    if inside:
+        raise UserError(f"{key} is a section; name its keys, for example {key}.{inside[0]}.")
 
 
 def home_of(dotted: str) -> str:
@@ -178,6 +187,7 @@ def parse_assignment(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise UserError(f"--set {text}: write it as section.key=value, for example --set training.gamma=0.99.")
+    refuse_section(key.strip())
     try:
         return key.strip(), parse_yaml(value)
     except ValueError:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_cluster_benchmark.config import MAX_LEVEL, EnvConfig
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.seeding import integer_seed
 
 Levels = Literal["train", "test", "all"]
@@ -73,14 +73,20 @@ class EnvPoolEnv:
         envpool = load_envpool()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium's remarks about float32 boxes
-            self._pool = envpool.make(
-                task,
-                env_type="gymnasium",
-                num_envs=len(seeds),
-                env_seed=list(seeds),
-                num_threads=min(num_threads, len(seeds)),
-                **options,
-            )
+            try:
+                self._pool = envpool.make(
+                    task,
+                    env_type="gymnasium",
+                    num_envs=len(seeds),
+                    env_seed=list(seeds),
+                    num_threads=min(num_threads, len(seeds)),
+                    **options,
+                )
+            except RuntimeError as error:
+                raise TrainingFailedError(
+                    f"The environments could not be started ({error}); is this machine out of memory, or of threads "
+                    "(ulimit -v, ulimit -u)?"
+                ) from None
             space = self._pool.observation_space
         self.num_envs = len(seeds)
         self.num_actions = int(self._pool.action_space.n)

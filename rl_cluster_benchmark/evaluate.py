@@ -37,6 +37,10 @@ Policy = Callable[[NDArray], NDArray[np.float32]]
 
 MAX_ENVS = 128
 EVALUATION = 2**31  # the incarnation of environments that are evaluated on: no training run has it
+NOT_PLAYED_WITH = {
+    "env.seed": "--seed says which levels and actions are drawn",
+    "env.num_envs": "episodes are played side by side, as many as --num-episodes allows",
+}
 CHECKPOINT_NAME = re.compile(r"([a-z0-9]+_[a-z]+)_(?:final|step_[0-9]+)\.pt")
 LEVEL_NAMES = {"train": "the training levels", "test": "levels never trained on", "all": "all levels"}
 
@@ -76,6 +80,8 @@ def evaluate_checkpoint(
     render: bool,
 ) -> int:
     """`rlcb evaluate`: print the results of a checkpoint; returns the exit status."""
+    if at_random and deterministic:
+        raise UserError("--random and --deterministic exclude each other: a random policy has no likeliest action.")
     screen = open_screen(video, render)
     path = Path(checkpoint_file) if checkpoint_file else _newest_checkpoint(algorithm)
     for option, file in (("--json", json_file), ("--video", video)):
@@ -138,7 +144,7 @@ def _origin(path: Path, digest: str | None, state: dict[str, Any], config: Confi
         "run_id": progress.get("run_id"),
         "algorithm": config.algorithm,
         "mode": config.mode,
-        "env": config.env.model_dump(),
+        "env": config.env.model_dump(exclude={key.removeprefix("env.") for key in NOT_PLAYED_WITH}),
         "cpu_model": hardware.detect().cpu_model,
         "evaluated_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **summary.code(),
@@ -325,6 +331,11 @@ def _config_of(
     data = dict(state["config"])
     if algorithm is not None and algorithm != data["algorithm"]:
         raise UserError(f"The checkpoint was trained with {data['algorithm']}, not {algorithm}; leave --algorithm out.")
+    for key in map(configs.home_of, overrides):
+        if key in NOT_PLAYED_WITH:
+            raise UserError(f"--set {key} has no effect on an evaluation; {NOT_PLAYED_WITH[key]}.")
+        if not key.startswith(("env.", "hardware.")):
+            raise UserError(f"--set {key} has no effect on an evaluation; keys of env and hardware have.")
     changes: dict[str, object] = {"hardware.num_threads": num_threads, **overrides}
     if data["hardware"]["device"] != "cpu" and not torch.cuda.is_available():
         changes.setdefault("hardware.device", "cpu")

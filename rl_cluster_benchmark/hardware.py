@@ -223,8 +223,11 @@ def _engine(config: Config, threads: int, precision: str) -> str:
 
 
 def _balance(config: Config, num_workers: int) -> float:
-    if num_workers == 1:
-        return 0.0
+    return 0.0 if num_workers == 1 else balance(config)
+
+
+def balance(config: Config) -> float:
+    """Return which part of their work several workers share."""
     return config.parallel.balance if config.parallel.balance is not None else BALANCE * (config.env.game is not None)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.cluster import node
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config import Config
@@ -23,6 +24,7 @@ from rl_cluster_benchmark.execution.watchdog import limit_of, watched
 from rl_cluster_benchmark.execution.workers import start_server
 from rl_cluster_benchmark.models import num_weights
 from rl_cluster_benchmark.run import checkpoint, resumption, summary
+from rl_cluster_benchmark.run.checkpoint_format import MAX_BYTES
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.run.stop import Interrupted, Signals
@@ -156,11 +158,19 @@ def _execution(config: Config) -> Callable[[Run], None]:
 
 def _check_memory(config: Config, plan: hardware.Plan) -> None:
     """Refuse a network or a rollout that does not fit: a clear word now instead of an allocation that fails later."""
-    network = BYTES_PER_PARAMETER * num_weights(config)
+    weights = num_weights(config)
+    network = BYTES_PER_PARAMETER * weights
     if network > plan.machine.memory_bytes:
         raise UserError(
             f"A network of these sizes and its optimiser take {network / 2**30:,.0f} GiB, this machine has "
             f"{plan.machine.memory_bytes / 2**30:,.0f}; use smaller model.channels, model.hidden_size or "
+            "model.mlp_sizes."
+        )
+    saved = 4 * weights * (1 + len(OPTIMIZERS[config.training.optimizer].MOMENTS))
+    if saved > MAX_BYTES:
+        raise UserError(
+            f"A checkpoint of a network of these sizes has {saved / 2**30:,.1f} GiB, and at most "
+            f"{MAX_BYTES / 2**30:,.0f} can be read again; use smaller model.channels, model.hidden_size or "
             "model.mlp_sizes."
         )
     share = config.num_machines

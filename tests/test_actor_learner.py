@@ -215,10 +215,14 @@ def test_whatever_is_left_open_is_filled_in(monkeypatch, capsys):
     monkeypatch.setattr(hardware, "detect", lambda: machine)
     monkeypatch.setattr("rl_cluster_benchmark.execution.split.SECONDS", 0.05)
 
+    splits = []
+
     def filled(num_envs=24, **impala):
         data = {"algorithm": "impala", "mode": "parallel", "env": {"name": "Catch-v0", "num_envs": num_envs}}
         config = fill_in(Config.model_validate(data | {"impala": impala}))
         assert config.impala.num_actors is None
+        assert fill_in(config) == config, "a run that is resumed keeps its split"
+        splits.append(config.impala.split)
         return config.parallel.num_workers, config.impala.num_learners
 
     assert sum(filled()) == 6
@@ -227,6 +231,7 @@ def test_whatever_is_left_open_is_filled_in(monkeypatch, capsys):
     assert filled(num_actors=1) == (1, 5)
     assert filled(num_actors=9) == (9, 1)
     assert filled(num_envs=2, num_actors=2) == (2, 2), "no more learners than environments"
+    assert splits == ["measured", *["given"] * 4]
     assert capsys.readouterr().out == ""
 
 
@@ -452,7 +457,7 @@ def test_a_signal_ends_it_in_good_order(tmp_path):
 
 
 def test_procgen_with_bfloat16_actors(tmp_path):
-    """The parameters hardly change, so actors and learners differ by their precision alone, however old an unroll is."""
+    """The parameters hardly change: actors and learners differ by their precision alone, however old an unroll is."""
     done = rlcb(
         "train", "--algorithm", "impala", "--mode", "parallel", "--env", "starpilot", "--num-workers", 2,
         "--num-envs", 7, "--set", "training.n_steps=10", "--set", "model.channels=[4, 8]", "--batch-size", 40,

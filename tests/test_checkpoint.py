@@ -9,8 +9,9 @@ import zipfile
 
 import pytest
 import torch
-from conftest import tiny_run
+from conftest import TINY, tiny_run
 
+from rl_cluster_benchmark import training
 from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.run import checkpoint
@@ -110,6 +111,20 @@ def test_content_that_no_run_writes_is_refused(keys, value, good, tmp_path):
     file = changed(good, tmp_path / "odd.pt", lambda state: set_in(state, *keys, value=value))
     with pytest.raises(DamagedCheckpointError, match="is not a checkpoint of this program"):
         checkpoint.load(file)
+
+
+def test_a_network_whose_checkpoint_could_not_be_read_is_refused(tmp_path, monkeypatch, call):
+    monkeypatch.setattr(training, "MAX_BYTES", 100_000)
+    for sizes, refused in (
+        ("[64, 64]", False),
+        ("[128, 128]", True),
+    ):  # 12 bytes for each of 8,000 and 23,000 parameters
+        output = tmp_path / str(refused)
+        args = ("--set", f"model.mlp_sizes={sizes}", "--total-timesteps", 600, "--output-dir", output)
+        status, _, err = call("train", *TINY, *args)
+        assert status == (2 if refused else 0), err
+        assert ("A checkpoint of a network of these sizes has" in err) == refused
+        assert output.exists() != refused
 
 
 def test_a_config_that_this_version_does_not_know(good, tmp_path):

@@ -183,10 +183,15 @@ def test_a_checkpoint_of_another_environment_or_network(trained, tmp_path):
         (("--num-episodes", "0"), "at least 1"),
         (("--seed", "x"), "whole number"),
         (("--levels", "some"), "invalid choice"),
+        (("--random", "--deterministic"), "a random policy has no likeliest action"),
+        (("--set", "env.seed=7"), "--set env.seed has no effect on an evaluation; --seed says which levels"),
+        (("--set", "training.seed=7"), "--set env.seed has no effect on an evaluation; --seed says which levels"),
+        (("--set", "env.num_envs=7"), "--set env.num_envs has no effect on an evaluation; episodes are played"),
+        (("--set", "algorithm=a2c"), "--set algorithm has no effect on an evaluation; keys of env and hardware have"),
     ],
 )
-def test_wrong_evaluation_arguments(args, text):
-    done = rlcb("evaluate", *args)
+def test_wrong_evaluation_arguments(args, text, trained):
+    done = rlcb("evaluate", "--checkpoint", trained / "checkpoints" / "ppo_sequential_final.pt", *args)
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,14 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT, environment, rlcb
 from run_copies import copy_run, evaluate_as
 
+from rl_cluster_benchmark import config_files as configs
 from rl_cluster_benchmark.analysis import tables
 from rl_cluster_benchmark.analysis.comparison import Comparison
-from rl_cluster_benchmark.analysis.groups import reached
+from rl_cluster_benchmark.analysis.groups import group_runs, reached
 from rl_cluster_benchmark.analysis.runs import load_run
 from rl_cluster_benchmark.analysis.template import as_template
 from rl_cluster_benchmark.analysis.text import escape_markdown
@@ -248,10 +250,52 @@ def test_settings_that_differ_are_not_taken_for_seeds(cells, tmp_path):
     again = copy_run(run, tmp_path / "again")
     groups = Comparison.load([run, other, again]).groups
     assert sorted((group.variant, len(group.runs)) for group in groups) == [
-        ("PPO sequential (learning_rate 0.0003)", 1),
-        ("PPO sequential (learning_rate 0.0003) repeat 2", 1),
+        ("PPO sequential (learning_rate 0.001)", 1),
+        ("PPO sequential (learning_rate 0.001) repeat 2", 1),
         ("PPO sequential (learning_rate 0.5)", 1),
     ]
+
+
+def test_a_speed_up_of_other_work_is_called_that(cells, tmp_path):
+    one = copy_run(cells["ppo_sequential"], tmp_path / "one", config={"model.mlp_sizes": [512], "training.n_epochs": 8})
+    same = load_run(one).config
+    alike = {f"training.{key}": getattr(same.training, key) for key in ("n_steps", "batch_size")}
+    alike |= {"model.mlp_sizes": [512], "training.n_epochs": 8, "env.num_envs": same.env.num_envs}
+    other = copy_run(cells["ppo_parallel"], tmp_path / "other", config=alike | {"training.learning_rate": 0.5})
+
+    def said(*paths):
+        return [note for note in Comparison.load(paths).warnings() if "speed-up" in note]
+
+    assert said(one, other) == [], "the learning rate makes no work"
+    other = copy_run(other, tmp_path / "less", config={"model.mlp_sizes": [8], "training.n_epochs": 1})
+    (note,) = said(one, other)
+    assert "PPO sequential and PPO parallel differ in model.mlp_sizes, training.n_epochs too" in note
+    done = rlcb("compare", "--sequential", one, "--parallel", other, cwd=tmp_path)
+    assert f"Note: {note}" in done.stdout
+
+
+def test_seeds_whose_cores_were_split_by_a_measurement_are_one_variant(cells):
+    """Each run measures anew, and on many cores may come to another split."""
+
+    base = load_run(cells["ppo_parallel"])
+
+    def variants(split):
+        settings = {"algorithm": "impala", "mode": "parallel", "impala.split": split}
+        runs = [
+            replace(
+                base,
+                config=configs.load(
+                    None,
+                    settings
+                    | {"env.seed": seed, "impala.num_learners": learners, "parallel.num_workers": 16 - learners},
+                ),
+            )
+            for seed, learners in ((1, 6), (2, 5), (3, 6))
+        ]
+        return sorted(len(group.runs) for group in group_runs(runs))
+
+    assert variants("measured") == [3]
+    assert variants("given") == [1, 2]
 
 
 def test_where_machines_meet_is_no_setting_of_the_variant(cells, tmp_path):

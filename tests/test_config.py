@@ -253,6 +253,7 @@ MISTAKES = {
     "env: {num_envs: -4}": "env.num_envs = -4 is not allowed; it must be at least 1.",
     "env: {name: coinrn}": "env.name = coinrn is not a known environment; did you mean coinrun?",
     "env: {name: coinrun, distribution_mode: memory}": "distribution_mode memory does not exist for coinrun; games",
+    "env: {name: coinrun, distribution_mode: exploration}": "exploration is a single level, of which none can be held",
     "hardware: {precision: fp16}": "hardware.precision = 'fp16' is not allowed; it must be 'auto', 'float32' or 'b",
     "hardware: {device: tpu}": "hardware.device = 'tpu' is not allowed; it must be cpu, cuda or cuda:N.",
     "training: 5": "training = 5 is not allowed; it must be a section with keys, not a single value.",
@@ -330,6 +331,39 @@ def test_without_a_config_the_preset_for_the_game_is_taken(algorithm, call, task
     taken = capsys.readouterr().out
     assert main(["config", "--algorithm", algorithm, *call, "--config", f"{algorithm}_{task}"]) == 0
     assert taken == capsys.readouterr().out
+
+
+def printed(capsys, *args):
+    assert main(["config", *args]) == 0
+    return Config.model_validate(yaml.safe_load(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    ("args", "steps"),
+    [
+        (("--env", "Catch-v0"), 400_000),
+        (("--env", "Catch-v0", "--duration", "1"), 25_000_000),
+        (("--env", "Catch-v0", "--duration", "1", "--total-timesteps", "1000"), 1000),
+        (("--env", "Catch-v0", "--duration", "1", "--set", "training.total_timesteps=1000"), 1000),
+        (("--env", "Catch-v0", "--config", "ppo_toy", "--duration", "1"), 400_000),
+        (("--mode", "distributed", "--duration", "1"), 100_000_000),
+    ],
+)
+def test_a_duration_is_not_cut_short_by_a_preset_for_toy_games(args, steps, capsys):
+    assert printed(capsys, *args).training.total_timesteps == steps
+
+
+def test_the_mode_may_be_set_in_either_way(capsys):
+    """In distributed mode --num-workers is the number of machines."""
+    flag = printed(capsys, "--mode", "distributed", "--num-workers", "2")
+    assert flag == printed(capsys, "--set", "mode=distributed", "--num-workers", "2")
+    assert flag.cluster.num_workers == 2
+
+
+def test_a_section_is_not_set_as_a_whole(capsys):
+    """That would reset all keys of it that are not mentioned."""
+    assert main(["config", "--config", "ppo_toy", "--set", "training={learning_rate: 0.01}"]) == 2
+    assert "training is a section; name its keys, for example training.total_timesteps." in capsys.readouterr().err
 
 
 def test_a_number_of_workers_replaces_a_presets_split_of_the_cores(capsys):

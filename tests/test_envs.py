@@ -1,9 +1,14 @@
 """EnvPool's Procgen as we rely on it."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from conftest import ROOT, environment
 
 from rl_cluster_benchmark import config_files as configs
+from rl_cluster_benchmark.analysis.groups import Task
 from rl_cluster_benchmark.config import MAX_LEVEL, PROCGEN_GAMES, EnvConfig
 from rl_cluster_benchmark.envs import PROCGEN, level_range, make_env
 from rl_cluster_benchmark.errors import UserError
@@ -100,6 +105,27 @@ def test_options_reach_the_game():
     hard = make_env(EnvConfig(num_levels=1, distribution_mode="hard"), range(1), num_threads=1).reset()
     assert (plain != usual).any()
     assert (hard != usual).any()
+
+
+def test_a_machine_without_threads_gets_a_sentence(tmp_path):
+    """EnvPool starts a thread for each environment or core; a limit on memory or threads makes that fail."""
+    call = f"ulimit -v 800000; exec {sys.executable} -m rl_cluster_benchmark train --env Catch-v0 --num-envs 8"
+    done = subprocess.run(
+        ["bash", "-c", f"{call} --total-timesteps 3000 --output-dir {tmp_path / 'run'}"],
+        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "could not be started" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_exploration_is_called_what_it_is():
+    """It is a single level, whatever env.num_levels says."""
+    config = configs.load(None, {"env.distribution_mode": "exploration", "env.num_levels": 0})
+    assert "its one level" in str(Task(config.env))
+    env = make_env(config.env, range(4), num_threads=1)
+    first = env.reset()
+    assert all(np.array_equal(first[0], other) for other in first)
 
 
 def test_sequential_levels_are_refused(trained, tmp_path):

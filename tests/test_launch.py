@@ -101,6 +101,7 @@ def test_nodes_on_one_machine_share_its_cores(monkeypatch):
         (("slurm", "--nodes", 2, "--time", "soon", "--dry-run", "--", "train"), "--time soon is not understood"),
         (("pbs", "--nodes", 2, "--time", "1-00:00:00", "--dry-run", "--", "train"), "PBS writes it as HH:MM:SS"),
         (("local", "--nodes", 2, "--", "train", "--set", "cluster.min_nodes=3"), "is more than the 2 machines"),
+        (("local", "--nodes", 2, "--", "train", "--set", "cluster.num_workers=3"), "rlcb launch says how many"),
     ],
 )  # fmt: skip
 def test_mistakes_are_answered_with_a_sentence(args, sentence, tmp_path):

@@ -20,7 +20,7 @@ from rl_cluster_benchmark.analysis.runs import load_run
 from rl_cluster_benchmark.models import ActorCritic, make_model
 from rl_cluster_benchmark.profile_run import cost, finished, peak, verdict
 from rl_cluster_benchmark.profile_run.cost import Cost
-from rl_cluster_benchmark.profile_run.figures import Process, Profile
+from rl_cluster_benchmark.profile_run.figures import Process, Profile, passes_per_step
 from rl_cluster_benchmark.profile_run.passes import IN_C, WHOLE_PASS, Passes
 from rl_cluster_benchmark.profile_run.peak import Peak
 from rl_cluster_benchmark.profile_run.run import _cpu_of_all
@@ -97,6 +97,8 @@ def test_a_starved_learner(tmp_path):
     assert by_name["actor 0"]["shares"]["env"] > 0.5
     assert "more actors" in text
     assert all(process["operators"] for process in found["processes"]), "a process of each role is traced"
+    # Starting torch's profiler takes seconds, in which the other process waits: that is not what was measured.
+    assert by_name["learner 0"]["seconds"] == pytest.approx(by_name["actor 0"]["seconds"], abs=0.5)
 
 
 def test_operations_of_a_sample():
@@ -229,6 +231,38 @@ def test_verdicts(processes, changes, bottleneck, words):
     assert found.bottleneck == bottleneck
     assert words in " ".join(found.sentences)
     assert 2 <= len(found.sentences) <= 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "costs", "words", "others"),
+    [
+        ({"algorithm": "a2c"}, {"update": 1.0}, "a smaller network", "n_epochs"),
+        ({"algorithm": "ppo"}, {"update": 1.0}, "fewer training.n_epochs", "impala.passes"),
+        ({"algorithm": "a2c"}, {"communication": 1.0}, "a larger training.n_steps", "batch_size"),
+        ({"algorithm": "a2c", "env.name": "Catch-v0"}, {"waiting": 1.0}, "parallel.balance (now 0)", "now 0.5"),
+        ({"algorithm": "a3c"}, {"waiting": 1.0}, "only at the end", "parallel.balance"),
+    ],
+)
+def test_advice_names_what_the_algorithm_uses(changes, costs, words, others):
+    found = verdict.judge(
+        make(process(**costs), cores=(1.0,)), config_files.load(None, {"mode": "parallel", **changes}), MACHINE
+    )
+    text = " ".join(found.sentences)
+    assert words in text
+    assert others not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({"algorithm": "ppo", "training.n_epochs": 3}, 3),
+        ({"algorithm": "a2c"}, 1),
+        ({"algorithm": "impala", "impala.passes": 2}, 2),
+        ({"algorithm": "impala", "impala.replay_fraction": 0.75}, 4),
+    ],
+)
+def test_what_is_learned_from_again_counts_again(changes, passes):
+    assert passes_per_step(config_files.load(None, {"mode": "parallel", **changes})) == passes
 
 
 def test_what_the_runs_own_parents_take_is_not_by_anything_else():

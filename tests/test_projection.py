@@ -313,6 +313,25 @@ def test_files_of_others_are_refused(args, sentence, tmp_path):
     assert not list(tmp_path.glob("projection*"))
 
 
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda measured: measured["run"].clear(), "it lacks algorithm, env"),
+        (lambda measured: measured["work"].update(steps="many"), "work.steps: Input should be a valid number"),
+        (lambda measured: measured["work"].update(rollout_seconds=0, minibatches=0), "it lacks the time of an update"),
+        (lambda measured: measured.pop("batch"), "batch: Field required"),
+    ],
+)
+def test_a_damaged_projection_is_refused(damage, sentence, projected, tmp_path):
+    report = json.loads((projected[0] / "projection.json").read_text())
+    damage(report["measured"])
+    (tmp_path / "damaged.json").write_text(json.dumps(report))
+    done = rlcb("scaling", "--project", "--measured", tmp_path / "damaged.json", "--output-dir", tmp_path / "out")
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_names_no_flags_of_clusters():
     text = rlcb("scaling", "--help").stdout
     for flag in ("--num-nodes", "--workers-per-node", "--master-addr", "--master-port"):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import processes
 import pytest
@@ -77,6 +79,25 @@ def test_files_of_a_finished_run(trained):
     assert "ppo_sequential_final.pt" in kept
     config = yaml.safe_load((trained / "config.yaml").read_text())
     assert (config["env"]["name"], config["training"]["gamma"]) == ("Catch-v0", 0.99)
+
+
+def test_no_checkpoint_is_newer_than_the_log_on_the_disk(tmp_path, monkeypatch, call):
+    """When the power fails, what has not been flushed to the disk is gone: the log goes there first."""
+    flushed = []
+
+    def fsync(file):
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        really(file)
+
+    really = os.fsync
+    monkeypatch.setattr(os, "fsync", fsync)
+    args = ("--set", "training.save_interval=2", "--total-timesteps", 4000, "--output-dir", tmp_path)
+    status, _, err = call("train", *TINY, *args)
+    assert status == 0, err
+    whats = [name for name in flushed if name == "metrics.jsonl" or ".pt" in name]
+    assert sum(".pt" in name for name in whats) >= 4
+    assert all(before == "metrics.jsonl" for before, name in itertools.pairwise(whats) if ".pt" in name)
+    assert whats[0] == "metrics.jsonl"
 
 
 def test_tensorboard_has_the_same_scalars_over_steps(trained):

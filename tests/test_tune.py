@@ -12,7 +12,8 @@ import psutil
 import pytest
 from conftest import ROOT, environment, rlcb
 
-from rl_cluster_benchmark import config_files, hardware
+from rl_cluster_benchmark import cli, config_files, hardware
+from rl_cluster_benchmark.cli_performance import _given_keys
 from rl_cluster_benchmark.kernels import network
 from rl_cluster_benchmark.scaling.runs import Rate
 from rl_cluster_benchmark.tune import report
@@ -120,6 +121,14 @@ def test_what_the_command_line_says_stays(changes, check, big_machine, tmp_path)
     space = make_space(config, Settings(300, 4, tmp_path, False, given=set(changes)))
     assert len(space.settings) > 2
     assert all(check(setting) for setting in space.settings)
+
+
+def test_a_key_that_the_command_line_sets_by_its_old_name_stays():
+    keys = [
+        _given_keys(cli.build_parser().parse_args(["tune", "--set", f"{section}.num_threads=2"]))
+        for section in ("hardware", "training")
+    ]
+    assert keys[0] == keys[1] == {"hardware.num_threads"}
 
 
 def test_short_updates_do_the_same_work_for_each_step():

@@ -73,11 +73,18 @@ class Comparison:
 
         None unless there is exactly one such group.
         """
+        base = self._sequential(group)
+        if base is None:
+            return None
+        mine, theirs = group.estimate(figures.fps), base.estimate(figures.fps)
+        return mine.value / theirs.value if mine and theirs and theirs.value > 0 else None
+
+    def _sequential(self, group: Group) -> Group | None:
+        """Return the group that the speed of this one is a multiple of."""
         base = [g for g in self.of_task(group.task) if (g.algorithm, g.mode) == (group.algorithm, "sequential")]
         if len(base) != 1 or group is base[0] or len(figures.machines([*group.runs, *base[0].runs])) > 1:
             return None
-        mine, theirs = group.estimate(figures.fps), base[0].estimate(figures.fps)
-        return mine.value / theirs.value if mine and theirs and theirs.value > 0 else None
+        return base[0]
 
     # Over all games
 
@@ -160,7 +167,7 @@ class Comparison:
             found.append(f"{seeds} seeds a game are too few to name a winner over several games.")
         if not self.common_tasks:
             found.append("No game was played by all variants: they are not ranked.")
-        return found + self._unequal_training() + self._doubts()
+        return found + self._unequal_training() + self._unequal_work() + self._doubts()
 
     def _unequal_training(self) -> list[str]:
         """Tasks on which the variants had neither equally many steps nor equally much time to learn."""
@@ -174,6 +181,19 @@ class Comparison:
                     f"On {task.game} the variants trained for different numbers of steps ({whole(min(steps))} to "
                     f"{whole(max(steps))}) and different times ({duration(min(seconds))} to "
                     f"{duration(max(seconds))}): one may have learned more because it had more."
+                )
+        return found
+
+    def _unequal_work(self) -> list[str]:
+        """Speed-ups over sequential runs whose settings make another amount of work of a step."""
+        found = []
+        for group in self.groups:
+            base = self._sequential(group)
+            keys = figures.other_work(base.runs[0], group.runs[0]) if base is not None else []
+            if base is not None and keys:
+                found.append(
+                    f"On {group.task.game} {base.variant} and {group.variant} differ in {', '.join(keys)} too: the "
+                    "speed-up is not that of the mode alone."
                 )
         return found
 

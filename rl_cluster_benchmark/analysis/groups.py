@@ -23,6 +23,11 @@ NOT_OF_THE_VARIANT = (
     "cluster.max_restarts", "cluster.min_nodes", "cluster.shared_filesystem", "impala.max_actor_restarts",
     "training.watchdog", "training.log_interval", "training.save_interval",
 )  # fmt: skip
+MEASURED_SPLIT = ("parallel.num_workers", "impala.num_learners")  # differs from run to run when nobody has chosen it
+WORK = (  # how much there is of it in a step
+    "model.", "training.n_steps", "training.batch_size", "training.n_epochs", "training.target_kl", "impala.passes",
+    "impala.replay", "env.num_envs", "hardware.precision",
+)  # fmt: skip
 SHOWN_DIFFERENCES = 2
 
 Metric = Callable[[RunRecord], float | None]
@@ -57,6 +62,8 @@ class Task:
         if self.env.game is None:
             return self.env.name
         levels = f"{self.env.num_levels:,} levels" if self.env.num_levels else "all levels"
+        if self.env.distribution_mode == "exploration":
+            levels = "its one level"
         others = "".join(f", {key} {_value(value)}" for key, value in published.changed_settings(self.env).items())
         return f"{self.game} ({self.env.distribution_mode}, {levels}{others})"
 
@@ -137,7 +144,16 @@ def _settings(run: RunRecord) -> dict[str, str]:
             is_task = section == "env" and key not in NOT_OF_THE_TASK
             if section not in NOT_OF_THE_VARIANT and name not in NOT_OF_THE_VARIANT and not is_task:
                 flat[name] = _value(value)
+    if flat.get("impala.split") == "measured":
+        for name in MEASURED_SPLIT:
+            flat.pop(name, None)
     return flat
+
+
+def other_work(one: RunRecord, other: RunRecord) -> list[str]:
+    """Return the settings that differ between two runs of one algorithm and change how much work a step is."""
+    mine, theirs = _settings(one), _settings(other)
+    return [key for key in mine if key.startswith(WORK) and mine[key] != theirs.get(key, mine[key])]
 
 
 def _value(value: object) -> str:

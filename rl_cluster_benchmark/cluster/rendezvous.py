@@ -36,8 +36,8 @@ from rl_cluster_benchmark.run.summary import git_commit, package_versions
 SECONDS_FOR_ALL_TO_READ = 5.0
 # What may differ between machines: where they are and how many workers each has.
 NODE_KEYS = (
-    "parallel.num_workers", "impala.num_learners", "hardware.num_threads", "cluster.num_workers", "cluster.master_addr",
-    "cluster.master_port", "cluster.interface", "cluster.min_nodes", "cluster.max_restarts",
+    "parallel.num_workers", "impala.num_learners", "impala.split", "hardware.num_threads", "cluster.num_workers",
+    "cluster.master_addr", "cluster.master_port", "cluster.interface", "cluster.min_nodes", "cluster.max_restarts",
 )  # fmt: skip
 
 

@@ -49,18 +49,25 @@ def fill_in(config: Config, look: Callable[[], None] = lambda: None) -> Config:
     cores = hardware.detect().usable_cores
     actors: int | str = config.impala.num_actors or config.parallel.num_workers or "auto"
     learners: int | str = config.impala.num_learners
+    is_measured = config.impala.split == "measured"
     if not isinstance(actors, int):
         if isinstance(learners, int):
             actors = max(1, cores - learners)
+        elif cores <= hardware.FEW_CORES:
+            actors = 1
         else:
-            actors, learners = (1, learners) if cores <= hardware.FEW_CORES else _measured(config, cores, look)
+            (actors, learners), is_measured = _measured(config, cores, look), True
     data = config.model_dump()
     per_actor = config.parallel.num_envs_per_worker
     num_envs = actors * per_actor if per_actor is not None else config.env.num_envs  # of all machines, if several
     if not isinstance(learners, int):
         machines = config.num_machines if per_actor is None else 1
         learners = max(1, min(hardware.learners_beside(actors, cores, config), num_envs // machines))
-    data["impala"] |= {"num_actors": None, "num_learners": learners}
+    data["impala"] |= {
+        "num_actors": None,
+        "num_learners": learners,
+        "split": "measured" if is_measured else "given",
+    }
     data["parallel"]["num_workers"] = actors
     if config.mode == "parallel":  # machines that meet find out together how many environments they have
         data["env"]["num_envs"] = num_envs

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.profile_run.attach import BACKWARD, FORWARD, INFERENCE, USAGE
 from rl_cluster_benchmark.profile_run.peak import Peak
 
@@ -123,6 +124,13 @@ class Profile:
         low = self.fps * 2 * least + trained * least + steps  # acting reads an observation and stores it
         high = self.fps * (least + forward) + trained * (forward + backward) + steps
         return low / 1e9, high / 1e9
+
+
+def passes_per_step(config: Config) -> float:
+    """Return how many training passes an environment step goes through; replayed experience is trained on again."""
+    if config.algorithm == "impala":
+        return config.impala.passes / (1 - config.impala.replay_fraction)
+    return float(config.training.n_epochs) if config.algorithm == "ppo" else 1.0
 
 
 def mean_shares(processes: Sequence[Process]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from rl_cluster_benchmark.analysis.runs import RunRecord, load_run
 from rl_cluster_benchmark.analysis.text import plain
 from rl_cluster_benchmark.errors import UserError
 from rl_cluster_benchmark.profile_run import report
-from rl_cluster_benchmark.profile_run.figures import Process, Profile
+from rl_cluster_benchmark.profile_run.figures import Process, Profile, passes_per_step
 from rl_cluster_benchmark.profile_run.verdict import judge
 
 
@@ -34,7 +34,7 @@ def explain(folder: Path) -> int:
         engine="unknown",
         threads=summary.num_threads or 1,
         batch=run.config.batch_size,
-        passes_per_step=float(run.config.training.n_epochs),
+        passes_per_step=passes_per_step(run.config),
         cost=None,
         peak=None,
         run={},

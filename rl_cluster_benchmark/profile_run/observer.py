@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_cluster_benchmark import timing
-from rl_cluster_benchmark.profile_run.attach import DONE, MEASURE, STAGE_FILE, TRACE, TRACED_FILE, USAGE
+from rl_cluster_benchmark.profile_run.attach import DONE, MEASURE, MEASURED, STAGE_FILE, TRACE, TRACED_FILE, USAGE
 from rl_cluster_benchmark.profile_run.passes import Passes
 from rl_cluster_benchmark.timing import PhaseClock
 
@@ -48,8 +48,10 @@ class Observer:
     def _enter(self, stage: int, clock: PhaseClock) -> None:
         if stage == MEASURE:
             self._before = self._now(clock)
-        elif stage == TRACE:
+        elif stage == MEASURED:
             self._result |= {"before": self._before, "after": self._now(clock)}
+            (self.folder / f"{self.rank}.measured").touch()
+        elif stage == TRACE:  # later: whoever starts torch's profiler, for seconds, holds up those who wait for it
             if str(self.rank) in (self.folder / TRACED_FILE).read_text().split():
                 self._start_profiler()
         elif stage == DONE:

@@ -19,7 +19,7 @@ from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.profile_run import flame, peak, report
 from rl_cluster_benchmark.profile_run.attach import FOLDER_VARIABLE, STAGE_FILE, TRACED_FILE
-from rl_cluster_benchmark.profile_run.figures import Process, Profile
+from rl_cluster_benchmark.profile_run.figures import Process, Profile, passes_per_step
 from rl_cluster_benchmark.profile_run.verdict import judge
 from rl_cluster_benchmark.run.output import check_output, write_output
 from rl_cluster_benchmark.run.stop import Signals
@@ -115,6 +115,13 @@ class WatchedRun:
         self.cores, seconds = _busy(before, psutil.cpu_times(percpu=True)), time.monotonic() - began
         self.cpu = {pid: (cpu - spent.get(pid, 0.0)) / seconds for pid, cpu in _cpu_of_all().items()}
         self.process.windows.append((first, len(self.process.lines) - 1))  # without torch's profiler
+        self._next_stage()  # MEASURED
+        started = list(self.notes.glob("*.pid"))
+        self._wait(
+            lambda: all(pid.with_suffix(".measured").exists() for pid in started),
+            "write down what it saw",
+            SECONDS_TO_WRITE,
+        )
         self.run_config = config_files.load(self.process.directory.config)
         learners = self.run_config.impala.num_learners if self._has_roles() else 0
         (self.notes / TRACED_FILE).write_text(f"0 {learners}" if learners else "0")
@@ -188,9 +195,7 @@ class WatchedRun:
             engine=summary["engine"],
             threads=summary["num_threads"],
             batch=batch,
-            passes_per_step=float(
-                {"ppo": config.training.n_epochs, "impala": config.impala.passes}.get(config.algorithm, 1)
-            ),
+            passes_per_step=passes_per_step(config),
             cost=of_network(config),
             peak=best,
             run=summary,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.hardware import BALANCE, Machine
+from rl_cluster_benchmark.hardware import Machine, balance
 from rl_cluster_benchmark.profile_run.attach import BACKWARD
 from rl_cluster_benchmark.profile_run.figures import Profile, mean_shares
 
@@ -101,9 +101,10 @@ def _faster_network(profile: Profile, config: Config, machine: Machine) -> str:
         steps.append(f"all {machine.usable_cores} cores instead of {len(profile.processes) * profile.threads}")
     if steps:
         return f"{reached}What would help: {'; '.join(steps)}. `rlcb tune` measures which."
+    fewer = {"ppo": " or fewer training.n_epochs", "impala": " or fewer impala.passes"}.get(config.algorithm, "")
     return (
-        f"{reached}It already runs as fast here as this program can run it; more cores, a smaller network (model.*) or "
-        "fewer training.n_epochs would help, and the last two change what is learned. `rlcb tune` looks for the rest."
+        f"{reached}It already runs as fast here as this program can run it; more cores, a smaller network (model.*)"
+        f"{fewer} would help; all but more cores change what is learned. `rlcb tune` looks for the rest."
     )
 
 
@@ -115,17 +116,24 @@ def _less_communication(config: Config) -> str:
         )
     if config.parallel.reduce == "gloo":
         return "parallel.reduce=shared_memory sums through memory instead of sockets."
+    larger = "a larger training.n_steps" if config.algorithm == "a2c" else "a larger training.batch_size"
+    epochs = ", fewer training.n_epochs" if config.algorithm == "ppo" else ""
     return (
-        "Fewer sums would help: a larger training.batch_size, fewer epochs, fewer workers, or a network with fewer "
-        "parameters; the first two change what is learned."
+        f"Fewer or smaller sums would help: {larger}{epochs}, fewer workers, or a network with fewer parameters; all "
+        "but the number of workers change what is learned."
     )
 
 
 def _more_even(config: Config) -> str:
-    shared = config.parallel.balance if config.parallel.balance is not None else BALANCE
+    if config.algorithm == "a3c":
+        return (
+            "Workers wait for each other only at the end of a run: a longer one waits less, and environments should be "
+            "a multiple of the workers."
+        )
     return (
-        f"Workers differ in speed or in work: more parallel.balance (now {shared:g}) lets fast ones take over, other "
-        "programs on these cores should go, and environments should be a multiple of the workers. `rlcb tune` tries it."
+        f"Workers differ in speed or in work: more parallel.balance (now {balance(config):g}) lets fast ones take "
+        "over, other programs on these cores should go, and environments should be a multiple of the workers. "
+        "`rlcb tune` tries it."
     )
 
 

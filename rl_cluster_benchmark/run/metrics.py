@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import warnings
 from collections.abc import Iterable
@@ -42,7 +43,9 @@ class MetricsWriter:
             raise cannot_write(self.path, error) from None
 
     def flush(self) -> None:
+        """Make what was written last through a power failure: no checkpoint is to be newer than the log."""
         try:
+            os.fsync(self._file.fileno())
             if self._tensorboard is not None:
                 self._tensorboard.flush()
         except OSError as error:

@@ -301,10 +301,10 @@ class Run:
 
         def write() -> None:
             self.may_write()
-            self._note_checkpoint(path, checkpoint.write(path, content), steps)
-            checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
             assert self._metrics is not None
             self._metrics.flush()
+            self._note_checkpoint(path, checkpoint.write(path, content), steps)
+            checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
 
         self._saver.save(path, write)
         self._last_checkpoint = time.perf_counter()

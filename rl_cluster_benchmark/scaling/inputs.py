@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from rl_cluster_benchmark import config_files, hardware
 from rl_cluster_benchmark.cluster.checkup import expectation
 from rl_cluster_benchmark.cluster.checkup.hosts import marked
@@ -26,6 +28,9 @@ from rl_cluster_benchmark.scaling.runs import Rate, measure
 LOOPBACK = "127.0.0.1"
 SECONDS_FOR_GLOO = 120
 IN_STEP = ("ppo", "a2c")  # algorithms whose machines can sum every gradient
+OF_THE_RUN = (
+    "algorithm", "env", "num_envs", "num_workers", "precision", "engine", "cpu_model", "git_commit", "versions",
+)  # fmt: skip
 TYPICAL = {  # round trip in seconds, bits per second
     "10 Gbit/s, 0.1 ms": (0.1e-3, 10e9),
     "1 Gbit/s, 1 ms": (1e-3, 1e9),
@@ -47,13 +52,17 @@ class Measured:
     @classmethod
     def from_file(cls, path: Path) -> Measured:
         try:
-            content = json.loads(path.read_text())["measured"]
-            return cls(
-                model.Work(**content["work"]), model.Spread(**content["spread"]), model.Network(**content["software"]),
-                content["sync_every"], content["batch"], content["run"],
-            )  # fmt: skip
+            measured = TypeAdapter(cls).validate_python(json.loads(path.read_text())["measured"])
+            missing = [key for key in (*OF_THE_RUN, "updates") if key not in measured.run]
+            if missing or not (measured.work.seconds > 0 and measured.work.steps > 0):
+                raise ValueError(f"it lacks {', '.join(missing) or 'the time of an update'}")
+            return measured
+        except ValidationError as error:
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is no projection.json of `rlcb scaling --project` ({error}).") from None
+            reason = str(error)
+        raise UserError(f"{path} is no projection.json of `rlcb scaling --project` ({reason}).")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,7 +75,6 @@ def measure_here(config: Config, seconds: float, folder: Path, interrupted: Call
     cores = [set(machine.physical_cores[:workers])]
     (rate,) = measure([config], cores, folder / "alone", seconds=seconds, interrupted=interrupted)
     work = work_from(config, rate)
-    keys = ("algorithm", "env", "num_envs", "num_workers", "precision", "engine", "cpu_model", "git_commit", "versions")
     software = software_cost()
     return Measured(
         work,
@@ -74,7 +82,7 @@ def measure_here(config: Config, seconds: float, folder: Path, interrupted: Call
         software,
         sync_every=config.cluster.sync_every,
         batch=optimizer_steps(config, rate.summary)[0],
-        run={key: rate.summary[key] for key in keys} | {"updates": rate.updates, "seconds": rate.seconds},
+        run={key: rate.summary[key] for key in OF_THE_RUN} | {"updates": rate.updates, "seconds": rate.seconds},
     )
 
 

@@ -57,6 +57,8 @@ def read_space(path: str, candidates: str | None = None) -> Space:
     game = next(iter(games), None) if isinstance(games, dict) else None
     space = _validated(Space, {**rest, "base": _base_data(base, game, source)}, source)
     try:
+        for key in (*base.set, *space.space):
+            _refuse_unused(key, space.base)
         _check(space, set(map(configs.home_of, base.set)))
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
@@ -125,6 +127,7 @@ def _base_data(base: Base, game: object, source: str) -> dict[str, Any]:
     for key, value in base.set.items():
         try:
             _refuse_elsewhere(key)
+            configs.refuse_section(key)
             settings[key] = configs.checked(key, value)
         except UserError as error:
             raise UserError(f"{source}: set: {error}") from None
@@ -143,9 +146,19 @@ def _refuse_elsewhere(key: str) -> None:
         raise UserError(f"{key} is not set here, but by {home}.")
 
 
+def _refuse_unused(key: str, base: dict[str, Any]) -> None:
+    algorithm, users = base.get("algorithm", "ppo"), configs.users_of(configs.home_of(key))
+    if algorithm not in users:
+        who = f"{', '.join(users)} {'does' if len(users) == 1 else 'do'}"
+        raise UserError(f"{key} has no effect: {algorithm} does not use it ({who}).")
+
+
 def _check(space: Space, fixed: set[str]) -> None:
     """Check what only a look at the config and at several keys can tell; values become what the config will hold."""
-    space.games = {configs.checked("env.name", name): game for name, game in space.games.items()}
+    games = [configs.checked("env.name", name) for name in space.games]
+    if len(set(games)) < len(games):
+        raise UserError(f"games has one twice ({', '.join(space.games)}); each must be different.")
+    space.games = dict(zip(games, space.games.values(), strict=True))
     for name, game in space.games.items():
         if not game.high > game.low:
             raise UserError(f"games.{name}.high = {game.high:g} must be greater than low = {game.low:g}.")
@@ -176,8 +189,7 @@ def _check_parameters(space: Space, fixed: set[str]) -> None:
         key = configs.home_of(given)
         if key in fixed:
             raise UserError(f"{given} is under set too; it must be either fixed or searched.")
-        if any(name.startswith(f"{key}.") for name in fields):
-            raise UserError(f"{given} is a section; name one of its keys.")
+        configs.refuse_section(given)
         if key not in fields:
             configs.checked(key, None)  # raises, and says which key may be meant
         _check_values(key, parameter, configs.allowed(fields[key]))

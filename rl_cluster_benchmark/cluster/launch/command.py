@@ -48,6 +48,8 @@ class TrainCommand:
         config = cli.config_from(args)
         if config.mode != "distributed":
             raise UserError(f"rlcb launch is for --mode distributed, not {config.mode}.")
+        if num_nodes not in (None, config.cluster.num_workers):
+            raise UserError("Leave out --set cluster.num_workers: rlcb launch says how many machines take part.")
         return cls(tuple(arguments), config)
 
     def sets(self, flag: str) -> bool:
