@@ -334,7 +334,7 @@ def _config_of(
     for key in map(configs.home_of, overrides):
         if key in NOT_PLAYED_WITH:
             raise UserError(f"--set {key} has no effect on an evaluation; {NOT_PLAYED_WITH[key]}.")
-        if not key.startswith(("env.", "hardware.")):
+        if not key.startswith(("env.", "hardware.", "model.")):
             raise UserError(f"--set {key} has no effect on an evaluation; keys of env and hardware have.")
     changes: dict[str, object] = {"hardware.num_threads": num_threads, **overrides}
     if data["hardware"]["device"] != "cpu" and not torch.cuda.is_available():

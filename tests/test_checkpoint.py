@@ -124,7 +124,7 @@ def test_a_network_whose_checkpoint_could_not_be_read_is_refused(tmp_path, monke
         status, _, err = call("train", *TINY, *args)
         assert status == (2 if refused else 0), err
         assert ("A checkpoint of a network of these sizes has" in err) == refused
-        assert output.exists() != refused
+        assert (output / "config.yaml").exists() != refused
 
 
 def test_a_config_that_this_version_does_not_know(good, tmp_path):

@@ -244,9 +244,8 @@ def test_verdicts(processes, changes, bottleneck, words):
     ],
 )
 def test_advice_names_what_the_algorithm_uses(changes, costs, words, others):
-    found = verdict.judge(
-        make(process(**costs), cores=(1.0,)), config_files.load(None, {"mode": "parallel", **changes}), MACHINE
-    )
+    config = config_files.load(None, {"mode": "parallel", **changes})
+    found = verdict.judge(make(*[process(**costs)] * 2), config, MACHINE)
     text = " ".join(found.sentences)
     assert words in text
     assert others not in text
