@@ -1,7 +1,7 @@
 """In each process of a run that is profiled: what it did with its time, between two moments that all have in common.
 
 `rlcb profile` moves all processes from stage to stage by writing a byte to a file that they look at whenever they
-change phase: MEASURE (nothing but clocks), TRACE (with torch's profiler, in a process of each role), DONE.
+change phase: MEASURE (nothing but clocks), MEASURED, TRACE (with torch's profiler, in a process of each role), DONE.
 """
 
 from __future__ import annotations
