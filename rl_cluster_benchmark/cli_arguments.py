@@ -132,10 +132,12 @@ def config_from(args: argparse.Namespace) -> Config:
     flags = {flag: text for flag in FLAGS if (text := getattr(args, attribute(flag))) is not None}
     assigned = dict(configs.parse_assignment(text) for text in args.set)
     given = named | {FLAGS[flag][0]: text for flag, text in flags.items()} | assigned
-    path = args.config or getattr(args, "default_config", None)
+    path = args.config
     own = preset = None
-    if args.config is None:
-        preset = path or configs.preset_of(given.get("algorithm"), given.get("mode"), given.get("env.name"))
+    if path is None:
+        preset = getattr(args, "default_config", None) or configs.preset_of(
+            given.get("algorithm"), given.get("mode"), given.get("env.name")
+        )
         own = _own_config(args, preset, given)
         path = own or preset
     mode = given.get("mode")
