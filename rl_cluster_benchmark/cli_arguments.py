@@ -151,10 +151,12 @@ def config_from(args: argparse.Namespace) -> Config:
         overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
     if args.num_workers is not None and mode != "distributed":
         overrides["impala.num_actors"] = None  # likewise: a preset's split of the cores
-    if preset is not None and own is None and "training.duration_hours" in given:
+    if preset is not None and own is None and given.get("training.duration_hours") is not None:
         # A preset for toy games ends after seconds: the time that was asked for would never be reached.
         steps_of_preset = configs.load(preset).training.total_timesteps
         overrides.setdefault("training.total_timesteps", max(steps_of_preset, configs.DEFAULT_STEPS))
+    if {"parallel.num_workers", "impala.num_actors", "impala.num_learners"} & given.keys():
+        overrides["impala.split"] = "given"
     overrides |= assigned
     return configs.load(path, configs.AS_IT_WAS | overrides if own else overrides)
 

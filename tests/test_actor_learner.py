@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from test_parallel import assert_gone, workers_of
 from rl_cluster_benchmark import hardware
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.execution.actor_learner import Recorder
+from rl_cluster_benchmark.execution.actor_learner_cluster import Records
 from rl_cluster_benchmark.execution.claims import Claims
 from rl_cluster_benchmark.execution.replay import ReplayFile
 from rl_cluster_benchmark.execution.split import Costs, fill_in, split
@@ -312,6 +314,29 @@ class FakeRun:
 
     def record(self, steps, episodes, losses, asynchrony, at):
         self.asynchrony.add(asynchrony)
+
+
+@pytest.mark.parametrize("end", ["record_the_rest", "save"])
+def test_episodes_of_other_machines_that_come_late_count(end):
+    """Machines in step with each other: the head tells of an update at once, others of their episodes later."""
+    recorded = []
+    run = FakeRun()
+    run.record = lambda steps, episodes, *rest: recorded.append((steps, list(episodes)))
+    run.save = lambda state: recorded.append("saved")
+    rows = {"learners": [[0.0] * (len(PHASES) + 2)], "actors": [[0.0] * (len(PHASES) + 2)], "restarts": 0}
+    here = SimpleNamespace(
+        cluster=SimpleNamespace(nodes=[None, None]), shared=SimpleNamespace(is_on_its_own=False), times=lambda: rows
+    )
+    records = Records(run, here)
+    report = {"steps": 64, "losses": {}, "asynchrony": {}, "at": 1.0}
+    for content in ((0, "record", report), (1, "episodes", [(1.0, 9)]), (0, "record", report), (1, "record", report)):
+        records.hear(*content)
+    assert recorded == [(64, [(1.0, 9)])]
+    records.hear(1, "episodes", [(0.0, 8)])
+    if end == "save":
+        records.hear(0, "save", checkpoint.pack({}))
+    records.record_the_rest()
+    assert recorded[1:] == [(64, [(0.0, 8)]), *(["saved"] if end == "save" else [])]
 
 
 def test_idle_shares_are_of_the_whole_run():

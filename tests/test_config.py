@@ -346,6 +346,7 @@ def printed(capsys, *args):
         (("--env", "Catch-v0", "--duration", "1", "--total-timesteps", "1000"), 1000),
         (("--env", "Catch-v0", "--duration", "1", "--set", "training.total_timesteps=1000"), 1000),
         (("--env", "Catch-v0", "--config", "ppo_toy", "--duration", "1"), 400_000),
+        (("--env", "Catch-v0", "--set", "training.duration_hours=null"), 400_000),
         (("--mode", "distributed", "--duration", "1"), 100_000_000),
     ],
 )
@@ -358,6 +359,14 @@ def test_the_mode_may_be_set_in_either_way(capsys):
     flag = printed(capsys, "--mode", "distributed", "--num-workers", "2")
     assert flag == printed(capsys, "--set", "mode=distributed", "--num-workers", "2")
     assert flag.cluster.num_workers == 2
+
+
+def test_a_split_that_somebody_chose_is_not_called_measured(tmp_path, capsys):
+    file = tmp_path / "measured.yaml"
+    file.write_text("{algorithm: impala, mode: parallel, impala: {split: measured, num_learners: 2}}")
+    assert printed(capsys, "--config", str(file)).impala.split == "measured"
+    for args in (("--num-workers", "3"), ("--set", "impala.num_learners=3"), ("--set", "impala.num_actors=3")):
+        assert printed(capsys, "--config", str(file), *args).impala.split == "given"
 
 
 def test_a_section_is_not_set_as_a_whole(capsys):

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.cluster.store import STORE_TIMEOUT, client
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.execution.distributed import NodeCourse
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
@@ -363,6 +365,22 @@ def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path, worke
         torch.testing.assert_close(
             state["algorithm"]["optimizer"]["moments"]["exp_avg"][key], moment, atol=1e-5, rtol=1e-2
         )
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "loss", "skipped"),
+    [((0.1, 0), (0.3, 0), 0.2, 0), ((0.1, 1), (0.3, 0), 0.2, 1), ((math.nan, 4), (0.3, 0), 0.3, 4),
+     ((math.nan, 4), (math.nan, 3), math.nan, 7)],
+)  # fmt: skip
+def test_machines_that_skip_updates_by_themselves_are_counted_and_hide_no_losses(here, there, loss, skipped):
+    """Two machines of two workers each, which all say the same of their machine."""
+    course = object.__new__(NodeCourse)
+    course.shared = {"episodes": [None, None]}
+    theirs = torch.tensor([there[0], there[1] / 2], dtype=torch.float64)
+    others = torch.cat([theirs.nan_to_num(0.0), theirs.isfinite().double()])
+    course.reduce = lambda mine: 2 * mine + 2 * others
+    found = course._of_all_machines({"policy_loss": here[0], "skipped_updates": float(here[1])})
+    assert found == {"policy_loss": pytest.approx(loss, nan_ok=True), "skipped_updates": skipped}
 
 
 def test_compressed_gradients_are_rounded_and_statistics_are_not(tmp_path):

@@ -104,6 +104,14 @@ def test_nothing_is_trained_when_time_is_over(tmp_path):
     assert summary(output)["total_updates"] == first["total_updates"]
 
 
+def test_a_resumed_run_of_several_machines_draws_no_random_number_again():
+    """An update of the run is one of each worker on average: one of them may have made them all."""
+    shared = SharedTensors(hogwild.layout(Config.model_validate({"algorithm": "a3c", "env": {"name": "Catch-v0"}}), 1))
+    progress = {"updates": 100, "steps": 0, "elapsed": 0.0}
+    course = hogwild.HogwildCourse(0, None, Config(), shared, progress, saves=True, total_workers=3)
+    assert course.updates >= 3 * 100
+
+
 def test_steps_before_a_checkpoint_and_of_a_run_that_fails_count(tmp_path, monkeypatch):
     """Of three workers that make up an update, two have reported when one saves, and one when another fails."""
     recorded = []

@@ -15,7 +15,7 @@ from test_distributed import FOREVER, TINY, metrics, summary
 from rl_cluster_benchmark import cli, hardware
 from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.cluster.launch import jobs
-from rl_cluster_benchmark.cluster.launch.command import TrainCommand
+from rl_cluster_benchmark.cluster.launch.command import MODULE, TrainCommand
 from rl_cluster_benchmark.cluster.launch.local import shared_cores
 from rl_cluster_benchmark.cluster.launch.slurm import Slurm
 from rl_cluster_benchmark.cluster.launch.ssh import Host, read_hosts
@@ -109,6 +109,23 @@ def test_mistakes_are_answered_with_a_sentence(args, sentence, tmp_path):
     assert done.returncode == 2, done.stdout
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("num_nodes", [2, None])
+def test_what_changes_from_attempt_to_attempt_is_not_set_for_all(num_nodes):
+    """With --set it would hold for the machines that are left when one is lost, too."""
+    words = ["train", "--env", "Catch-v0", "--set"]
+    for key, remedy in (
+        ("num_workers=3", "how many"),
+        ("master_addr=a", "--master-addr"),
+        ("master_port=2000", "port"),
+    ):
+        with pytest.raises(UserError, match=remedy):
+            TrainCommand.parse([*words, f"cluster.{key}"], num_nodes=num_nodes)
+    command = TrainCommand.parse(["train", "--env", "Catch-v0", "--master-addr", "a"], num_nodes=num_nodes)
+    later = command.for_node(0, num_nodes=1, address="b", port=2001)[len(MODULE) :]
+    config = cli.config_from(cli.build_parser().parse_args(later))
+    assert (config.cluster.num_workers, config.cluster.master_addr, config.cluster.master_port) == (1, "b", 2001)
 
 
 def test_slurm_script(tmp_path):

@@ -251,6 +251,17 @@ def test_advice_names_what_the_algorithm_uses(changes, costs, words, others):
     assert others not in text
 
 
+def test_advice_for_several_machines():
+    """There --num-workers is the number of machines, and the numbers of actors and learners hold for each of them."""
+    config = config_files.load(None, {"algorithm": "impala", "mode": "distributed", "cluster.num_workers": 2})
+    starved = [process("learner", update=0.4, waiting=0.6), process("actor", env=0.2, inference=0.8)] * 2
+    assert "What would help: more actors" in verdict.judge(make(*starved), config, MACHINE).sentences[1]
+    idle = verdict.judge(
+        make(process(env=0.9, update=0.1, cpu=0.5)), config_files.load(None, {"mode": "distributed"}), MACHINE
+    )
+    assert "more --workers-per-node, steps" in idle.sentences[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "passes"),
     [

@@ -21,6 +21,7 @@ from rl_cluster_benchmark.algorithms.learner import move_parameters
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.algorithms.rewards import DiscountedReturns
 from rl_cluster_benchmark.envs import make_env
+from rl_cluster_benchmark.errors import TrainingFailedError
 from rl_cluster_benchmark.execution import times
 from rl_cluster_benchmark.execution.actor_learner_memory import Shared
 from rl_cluster_benchmark.execution.data_parallel import give_orders
@@ -160,7 +161,12 @@ def _act(
     pooling.available()  # checked before time counts
     env_ids = shared.shards[actor]
     incarnation = progress["updates"] + restarts * INCARNATIONS
-    env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=incarnation)
+    try:
+        env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=incarnation)
+    except TrainingFailedError as error:
+        if restarts == 0:
+            raise
+        raise RuntimeError(str(error)) from None  # of a replacement that is a crash like any: another takes its place
     precision, engine = hardware.acting(config, plan)
     model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, precision, engine)
     flat = torch.zeros(shared.task.num_parameters)
@@ -239,9 +245,10 @@ def _learn(
             leader.hand_out(clock)
         if not board.wait(step, clock):
             break
+        correction = board.correction  # when the gradients have met, the next step may have been announced
         with clock.phase("update"):
             losses = lessons.learn(clock)
-        corrections.add_to(algorithm.learner, board.correction)
+        corrections.add_to(algorithm.learner, correction)
         keeper.write()
         if leader is not None and leader.step_done(losses):
             leader.record()

@@ -137,14 +137,14 @@ class Records:
         elif kind == "record":
             self._asynchrony[node] = content["asynchrony"]
             if node == 0 or self.here.shared.is_on_its_own:  # else it is the same step
+                self._record_if_complete()  # not before: episodes of other machines arrive later than this one's
                 self._together.append(content)
-                if len(self._together) == self._reporters:
-                    self._record()
         elif kind == "bad numbers":
             self.run.note_bad(content, is_whole_update=True)
         elif kind == "times":
             self._times[node] = content
         elif kind == "save":
+            self._record_if_complete()
             self.run.save(checkpoint.unpack(content))
         elif kind == "final state":
             self._final_state = checkpoint.unpack(content)
@@ -156,6 +156,10 @@ class Records:
     def finish(self) -> None:
         assert self._final_state is not None
         self.run.finish(self._final_state)
+
+    def _record_if_complete(self) -> None:
+        if len(self._together) == self._reporters:
+            self._record()
 
     def _record(self) -> None:
         """As many updates as there are machines that take their own count as one."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark import hardware
+from rl_cluster_benchmark.algorithms.bad_numbers import COUNTS
 from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
@@ -203,11 +204,22 @@ class NodeCourse(WorkerCourse):
 
     def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
         if self._averages:  # so far they are this machine's
-            mean = self.reduce(torch.tensor([*losses.values()], dtype=torch.float64)) / self.num_workers
-            losses = dict(zip(losses, mean.tolist(), strict=True))
+            losses = self._of_all_machines(losses)
         super().record(steps, episodes, losses)
         if self._averages and self.updates % self.config.cluster.sync_every == 0:
             self.average()
+
+    def _of_all_machines(self, losses: dict[str, float]) -> dict[str, float]:
+        """Return the means over the machines that learned something; NaN if none did. Counts are added up."""
+        workers_here = len(self.shared["episodes"])
+        shares = [value / workers_here if name in COUNTS else value for name, value in losses.items()]
+        mine = torch.tensor(shares, dtype=torch.float64)
+        is_known = mine.isfinite().double()
+        total, known = self.reduce(torch.cat([mine.nan_to_num(0.0, 0.0, 0.0), is_known])).chunk(2)
+        sums, means = total.tolist(), (total / known).tolist()
+        return {
+            name: float(round(sums[place])) if name in COUNTS else means[place] for place, name in enumerate(losses)
+        }
 
     def average(self) -> None:
         """Give all machines the mean of their parameters and optimiser states."""

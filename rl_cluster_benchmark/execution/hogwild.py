@@ -111,11 +111,17 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    resumed_path: Path | None, progress: dict[str, Any], saves: bool = True,
+    resumed_path: Path | None, progress: dict[str, Any], saves: bool = True, total_workers: int | None = None,
 ) -> None:  # fmt: skip
-    """In a worker: the loop of every worker, with the parameters behind its learner shared."""
+    """In a worker: the loop of every worker, with the parameters behind its learner shared.
+
+    `total_workers` is the number of workers on all machines, if there are several.
+    """
     hardware.prepare_process(plan.num_threads)
-    course = HogwildCourse(rank, connection, config, shared, progress, saves=saves and rank == 0)
+    total_workers = total_workers or len(shards)
+    course = HogwildCourse(
+        rank, connection, config, shared, progress, saves=saves and rank == 0, total_workers=total_workers
+    )
     state = checkpoint.load(resumed_path) if resumed_path else None
     worker = Worker.build(config, plan, env_ids=shards[rank], reduce=Alone(), course=course, checkpoint=state)
     assert isinstance(worker.algorithm, A2C)
@@ -188,14 +194,14 @@ class HogwildCourse:
 
     def __init__(
         self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any], *,
-        saves: bool,
+        saves: bool, total_workers: int,
     ) -> None:  # fmt: skip
         self.rank, self.connection, self.config, self.shared, self.saves = rank, connection, config, shared, saves
         self.clock = PhaseClock()
         self.time = times.TimeKeeper(shared["times"][rank], self.clock)
         self._updates_before = progress["updates"]  # of the run, when it was resumed
         # Of this worker: more than it can have made before, however far ahead: no random number comes twice.
-        self.updates = progress["updates"] * len(shared["counters"])
+        self.updates = progress["updates"] * total_workers
         self.version = 0
         self._steps_before, self._elapsed_before = progress["steps"], progress["elapsed"]
 

@@ -104,7 +104,7 @@ class HogwildMachine:
             look=look, start=start, times=self.shared["times"].tolist,
         )  # fmt: skip
         shards = seat.own(deal(config.env.num_envs, seat.total_workers), plan.num_workers)
-        args = (config, plan, shards, self.shared, checkpoint, progress, self.cluster.is_head)
+        args = (config, plan, shards, self.shared, checkpoint, progress, self.cluster.is_head, seat.total_workers)
         with WorkerPool(hogwild.work, plan.num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
             machine.run(pool, hear)
 

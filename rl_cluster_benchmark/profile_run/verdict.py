@@ -56,7 +56,7 @@ def _workers(profile: Profile, config: Config, machine: Machine) -> Verdict:
         f"be {_bound(share)} as fast."
     )
     advice = {
-        ENVIRONMENT: lambda: _faster_environment(profile, machine),
+        ENVIRONMENT: lambda: _faster_environment(profile, config, machine),
         NETWORK: lambda: _faster_network(profile, config, machine),
         COMMUNICATION: lambda: _less_communication(config),
         UNEVEN: lambda: _more_even(config),
@@ -69,13 +69,12 @@ def _bound(share: float) -> str:
     return f"{1 / (1 - share):.1f} times" if share < 0.99 else "over 100 times"
 
 
-def _faster_environment(profile: Profile, machine: Machine) -> str:
+def _faster_environment(profile: Profile, config: Config, machine: Machine) -> str:
     idle = machine.usable_cores - profile.own_cpu
+    flag = "--workers-per-node" if config.mode == "distributed" else "--num-workers"
+    more = f"--mode parallel with a worker on each, or more {flag}" if config.mode == "sequential" else f"more {flag}"
     if idle > 0.5 and len(profile.processes) * profile.threads < machine.usable_cores:
-        return (
-            f"{idle:.1f} of {machine.usable_cores} cores are idle: --mode parallel with a worker on each, or more "
-            "--num-workers, steps more environments at once."
-        )
+        return f"{idle:.1f} of {machine.usable_cores} cores are idle: {more}, steps more environments at once."
     return (
         "All cores are in use, so only more cores or machines, or a cheaper game, will help; a larger network or more "
         "epochs would cost little here."
@@ -144,7 +143,7 @@ def _roles(profile: Profile, config: Config, machine: Machine) -> Verdict:
     split = f"actors: {len(actors)}, learners: {len(learners)}"
     if learning["waiting"] >= IDLE and learning["waiting"] >= acting["waiting"]:
         most = "the environments" if acting["env"] > acting["inference"] else "inference"
-        move = "one learner less and one actor more" if len(learners) > 1 else "more actors"
+        move = "one learner less and one actor more" if len(learners) > config.num_machines else "more actors"
         return Verdict(
             STARVED,
             [

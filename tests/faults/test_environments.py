@@ -108,6 +108,34 @@ def test_an_actor_that_hangs_is_replaced(tmp_path):
         assert not started.leftovers()
 
 
+def test_an_actor_whose_replacement_gets_no_environments_is_replaced_again(tmp_path):
+    """What killed the first one, too little memory, may be there for a moment more."""
+    shortage = tmp_path / "shortage"
+    environ = {"RLCB_FAULT": json.dumps({"kind": "no_environments", "file": str(shortage)})}
+    with Faulty(IMPALA, tmp_path / "run", 10_000_000, ("--resume-if-present",), environ) as started:
+        started.wait_for_updates(3)
+        shortage.touch()
+        ((_, actor, *_),) = started.workers()
+        actor.kill()
+        started.wait_for_text("started again", 60)
+        assert not shortage.exists()
+        assert started.text.count("Another takes its place") == 2
+        assert "The environments could not be started" in started.text
+        started.wait_for_updates(3)
+        started.process.send_signal(signal.SIGTERM)
+        assert started.wait(20) == 143
+        assert not started.leftovers()
+
+
+def test_a_run_that_gets_no_environments_says_so(tmp_path):
+    (tmp_path / "shortage").touch()
+    environ = {"RLCB_FAULT": json.dumps({"kind": "no_environments", "file": str(tmp_path / "shortage")})}
+    status, text = run(IMPALA, tmp_path / "run", environ)
+    assert status == 1
+    assert "error: The environments could not be started (Resource temporarily unavailable)" in text
+    assert "Traceback" not in text
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", HERE, ids=lambda mode: mode.name)
 def test_a_game_that_raises(mode, tmp_path):

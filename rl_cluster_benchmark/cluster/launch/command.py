@@ -15,9 +15,15 @@ from dataclasses import dataclass, field
 
 from rl_cluster_benchmark.cluster import placement
 from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.config_files import parse_assignment
 from rl_cluster_benchmark.errors import UserError
 
 MODULE = ("-m", "rl_cluster_benchmark")
+SET_BY_THE_LAUNCHER = {
+    "cluster.num_workers": "leave it out, rlcb launch says how many machines take part",
+    "cluster.master_addr": "write --master-addr",
+    "cluster.master_port": "write --master-port",
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,11 @@ class TrainCommand:
         config = cli.config_from(args)
         if config.mode != "distributed":
             raise UserError(f"rlcb launch is for --mode distributed, not {config.mode}.")
-        if num_nodes not in (None, config.cluster.num_workers):
-            raise UserError("Leave out --set cluster.num_workers: rlcb launch says how many machines take part.")
+        for key in (parse_assignment(text)[0] for text in args.set):
+            if key in SET_BY_THE_LAUNCHER:
+                raise UserError(
+                    f"--set {key} would hold for every attempt, whoever is left; {SET_BY_THE_LAUNCHER[key]}."
+                )
         return cls(tuple(arguments), config)
 
     def sets(self, flag: str) -> bool:

@@ -1,7 +1,7 @@
 """Found by every Python process of a run whose PYTHONPATH begins here: environments that fail as RLCB_FAULT says.
 
 {"kind": "nan_reward", "process": "rlcb-worker-1", "after": 100, "count": 3}: steps 100 to 102 of that process (of any,
-if none is named) give a NaN reward. Other kinds: inf_observation, raise, hang, eat (memory).
+if none is named) give a NaN reward. Other kinds: inf_observation, raise, hang, eat (memory), no_environments.
 """
 
 import json
@@ -51,7 +51,10 @@ class Finder:
 
         def exec_module(module):
             load(module)
-            patch(module.EnvPoolEnv)
+            if FAULT["kind"] == "no_environments":
+                no_environments(module)
+            else:
+                patch(module.EnvPoolEnv)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -100,6 +103,21 @@ def slow_disk():
         real(descriptor)
 
     os.fsync = fsync
+
+
+def no_environments(module):
+    """EnvPool has no thread to start, once, when the file is there."""
+    load = module.load_envpool
+
+    class EnvPool:
+        @staticmethod
+        def make(*args, **options):
+            if os.path.exists(FAULT["file"]):
+                os.unlink(FAULT["file"])
+                raise RuntimeError("Resource temporarily unavailable")
+            return load().make(*args, **options)
+
+    module.load_envpool = lambda: EnvPool
 
 
 if FAULT.get("kind") == "clock":
