@@ -1,6 +1,7 @@
 """IMPALA's actors and learners: what they share, and whole runs with real processes."""
 
 import dataclasses
+import itertools
 import json
 import random
 import resource
@@ -319,24 +320,35 @@ class FakeRun:
 @pytest.mark.parametrize("end", ["record_the_rest", "save"])
 def test_episodes_of_other_machines_that_come_late_count(end):
     """Machines in step with each other: the head tells of an update at once, others of their episodes later."""
-    recorded = []
+    recorded, seconds = [], itertools.count(1)
     run = FakeRun()
-    run.record = lambda steps, episodes, *rest: recorded.append((steps, list(episodes)))
+
+    def record(steps, episodes, losses, asynchrony, at):
+        recorded.append((steps, list(episodes), asynchrony["async/policy_lag"], run.worker_cpu_seconds))
+
+    def times():
+        row = [0.0] * (len(PHASES) + 2)
+        row[-1] = float(next(seconds))
+        return {"learners": [row], "actors": [[0.0] * len(row)], "restarts": 0}
+
+    run.record = record
     run.save = lambda state: recorded.append("saved")
-    rows = {"learners": [[0.0] * (len(PHASES) + 2)], "actors": [[0.0] * (len(PHASES) + 2)], "restarts": 0}
     here = SimpleNamespace(
-        cluster=SimpleNamespace(nodes=[None, None]), shared=SimpleNamespace(is_on_its_own=False), times=lambda: rows
+        cluster=SimpleNamespace(nodes=[None, None]), shared=SimpleNamespace(is_on_its_own=False), times=times
     )
     records = Records(run, here)
-    report = {"steps": 64, "losses": {}, "asynchrony": {}, "at": 1.0}
-    for content in ((0, "record", report), (1, "episodes", [(1.0, 9)]), (0, "record", report), (1, "record", report)):
-        records.hear(*content)
-    assert recorded == [(64, [(1.0, 9)])]
+    first, second = (
+        {"steps": 64, "losses": {}, "asynchrony": {"async/policy_lag": lag}, "at": 1.0} for lag in (1.0, 2.0)
+    )
+    records.hear(0, "record", first)
+    records.hear(1, "episodes", [(1.0, 9)])
+    records.hear(0, "record", second)
+    assert recorded == [(64, [(1.0, 9)], 1.0, 1.0)], "with the lag and the times of its own update"
     records.hear(1, "episodes", [(0.0, 8)])
     if end == "save":
         records.hear(0, "save", checkpoint.pack({}))
     records.record_the_rest()
-    assert recorded[1:] == [(64, [(0.0, 8)]), *(["saved"] if end == "save" else [])]
+    assert recorded[1:] == [(64, [(0.0, 8)], 2.0, 2.0), *(["saved"] if end == "save" else [])]
 
 
 def test_idle_shares_are_of_the_whole_run():

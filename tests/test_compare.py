@@ -298,6 +298,17 @@ def test_seeds_whose_cores_were_split_by_a_measurement_are_one_variant(cells):
     assert variants("given") == [1, 2]
 
 
+def test_copies_that_went_on_to_the_same_step_both_count(cells, tmp_path):
+    one = copy_run(cells["ppo_parallel"], tmp_path / "one", run_id="the same")
+    same = copy_run(one, tmp_path / "same", run_id="the same")
+    changed = {"config": {"parallel.reduce": "gloo"}, "duration_hours": 0.5}
+    other = copy_run(one, tmp_path / "other", run_id="the same", **changed)
+    comparison = Comparison.load([one, same, other])
+    assert sorted(len(group.runs) for group in comparison.groups) == [1, 1]
+    assert [left.path for left in comparison.left_out] == [same]
+    assert any("have one beginning (a copy went on)" in note for note in comparison.warnings())
+
+
 def test_where_machines_meet_is_no_setting_of_the_variant(cells, tmp_path):
     """`rlcb launch local` takes a free port each time: those runs are seeds of one variant."""
     runs = [

@@ -20,6 +20,7 @@ from conftest import ROOT, environment
 from processes import workers_of
 
 from rl_cluster_benchmark import cli, hardware, training
+from rl_cluster_benchmark.algorithms import bad_numbers
 from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.cluster import node
 from rl_cluster_benchmark.cluster.membership import Membership
@@ -28,6 +29,7 @@ from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.cluster.store import STORE_TIMEOUT, client
 from rl_cluster_benchmark.config import Config
 from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.execution.data_parallel import WorkerCourse
 from rl_cluster_benchmark.execution.distributed import NodeCourse
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.run import checkpoint
@@ -381,6 +383,21 @@ def test_machines_that_skip_updates_by_themselves_are_counted_and_hide_no_losses
     course.reduce = lambda mine: 2 * mine + 2 * others
     found = course._of_all_machines({"policy_loss": here[0], "skipped_updates": float(here[1])})
     assert found == {"policy_loss": pytest.approx(loss, nan_ok=True), "skipped_updates": skipped}
+
+
+def test_experience_that_all_machines_leave_out_is_counted_once(monkeypatch):
+    """The loop has summed the counts over all machines before."""
+    reported = []
+    monkeypatch.setattr(WorkerCourse, "record", lambda self, steps, episodes, losses: reported.append(losses))
+    course = object.__new__(NodeCourse)
+    course._averages, course.updates = True, 1
+    course.config = Config.model_validate({"cluster": {"sync_every": 9}})
+    course.shared = {"episodes": [None]}
+    course.reduce = lambda mine: 2 * mine
+    left_out = bad_numbers.left_out((6, 0), "skip")
+    course.record(0, [], {"policy_loss": math.nan} | left_out)
+    (losses,) = reported
+    assert {name: losses[name] for name in left_out} == left_out
 
 
 def test_compressed_gradients_are_rounded_and_statistics_are_not(tmp_path):

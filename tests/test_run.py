@@ -235,6 +235,15 @@ def test_the_last_update_is_in_the_log_whatever_the_interval(tmp_path):
     assert load_runs([tmp_path / "short"])[1] == [], "it can be compared"
 
 
+def test_the_log_has_a_line_of_every_update_with_a_checkpoint(tmp_path, call):
+    """A run may end there, and one that goes on from there with nothing left to do has no other line to write."""
+    every = ("--set", "training.log_interval=7", "--set", "training.save_interval=5")
+    assert call("train", *TINY, *every, "--total-timesteps", 12 * 512, "--output-dir", tmp_path)[0] == 0
+    updates = [line["update"] for line in read_metrics(tmp_path)]
+    assert updates == sorted({*range(5, updates[-1] + 1, 5), *range(7, updates[-1] + 1, 7), updates[-1]})
+    assert len(updates) >= 4
+
+
 def test_resume_loads_weights_optimiser_and_counters(tmp_path):
     output = tmp_path / "run"
     tiny_run(output, timesteps=2000)

@@ -67,9 +67,9 @@ class RunRecord:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What a copy of the run has in common with it and no other run; an older run has its measurements alone."""
+        """Return what a copy has in common with the run, and no other run has: not even a copy that went on."""
         s = self.summary
-        measured = (s.duration_hours, s.avg_fps, s.final_fps, s.peak_memory_gb) if s.run_id is None else ()
+        measured = (s.duration_hours, s.avg_fps, s.final_fps, s.peak_memory_gb)
         return (s.run_id, s.total_timesteps, s.total_updates, *measured)
 
 

@@ -135,10 +135,13 @@ class Records:
         if kind == "episodes":
             self._recorder.episodes.extend(map(tuple, content))
         elif kind == "record":
-            self._asynchrony[node] = content["asynchrony"]
-            if node == 0 or self.here.shared.is_on_its_own:  # else it is the same step
+            is_counted = node == 0 or self.here.shared.is_on_its_own  # else it is the same step
+            if is_counted:
                 self._record_if_complete()  # not before: episodes of other machines arrive later than this one's
+            self._asynchrony[node] = content["asynchrony"]
+            if is_counted:
                 self._together.append(content)
+                self._times[0] = self.here.times()
         elif kind == "bad numbers":
             self.run.note_bad(content, is_whole_update=True)
         elif kind == "times":
@@ -163,7 +166,6 @@ class Records:
 
     def _record(self) -> None:
         """As many updates as there are machines that take their own count as one."""
-        self._times[0] = self.here.times()
         learners, actors = (
             torch.tensor([row for table in self._times.values() for row in table[who]], dtype=torch.float64)
             for who in ("learners", "actors")

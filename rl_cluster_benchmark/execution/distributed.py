@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.algorithms.bad_numbers import COUNTS
+from rl_cluster_benchmark.algorithms.bad_numbers import COUNTS, REWARDS
 from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.reduction import Reducer
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
@@ -203,7 +203,8 @@ class NodeCourse(WorkerCourse):
         super().start()
 
     def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
-        if self._averages:  # so far they are this machine's
+        # So far they are this machine's, but for bad experience, which all leave out and have counted together.
+        if self._averages and REWARDS not in losses:
             losses = self._of_all_machines(losses)
         super().record(steps, episodes, losses)
         if self._averages and self.updates % self.config.cluster.sync_every == 0:

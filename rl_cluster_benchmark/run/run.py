@@ -294,6 +294,7 @@ class Run:
                     f"The {what} became NaN or infinite by update {self.updates}; the last good checkpoint is kept. "
                     "A new run with a smaller training.learning_rate may help."
                 )
+        self._log()  # it has a line of every update that a run may go on from
         content, steps = (
             checkpoint.packed(learner | {"config": configs.to_dict(self.config), "progress": progress}),
             self.steps,
