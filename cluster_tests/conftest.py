@@ -18,6 +18,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from hosts import Hosts, missing
 
+from rl_cluster_benchmark.run.stop import ORDERS
+
+for number in ORDERS:  # under nohup: ignored here as before, but not by the runs that tests start
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 ROOT = Path(__file__).parent.parent
 TINY = (
     "--env", "Catch-v0", "--set", "training.n_steps=32", "--set", "parallel.pin=never", "--num-envs", "24",
