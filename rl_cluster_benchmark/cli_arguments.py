@@ -155,9 +155,9 @@ def config_from(args: argparse.Namespace) -> Config:
         # A preset for toy games ends after seconds: the time that was asked for would never be reached.
         steps_of_preset = configs.load(preset).training.total_timesteps
         overrides.setdefault("training.total_timesteps", max(steps_of_preset, configs.DEFAULT_STEPS))
-    if {"parallel.num_workers", "impala.num_actors", "impala.num_learners"} & given.keys():
-        overrides["impala.split"] = "given"
     overrides |= assigned
+    if {"parallel.num_workers", "impala.num_actors", "impala.num_learners"} & overrides.keys():
+        overrides.setdefault("impala.split", "given")  # somebody has chosen
     return configs.load(path, configs.AS_IT_WAS | overrides if own else overrides)
 
 
@@ -166,13 +166,8 @@ def without_effect(args: argparse.Namespace, config: Config) -> list[str]:
     from rl_cluster_benchmark import config_files as configs
 
     flags = [key for flag, (key, _, _) in FLAGS.items() if getattr(args, attribute(flag)) is not None]
-    sentences = []
-    for key in dict.fromkeys([*flags, *(configs.parse_assignment(text)[0] for text in args.set)]):
-        users = configs.users_of(key)
-        if config.algorithm not in users:
-            who = f"{', '.join(users)} {'does' if len(users) == 1 else 'do'}"
-            sentences.append(f"{key} has no effect: {config.algorithm} does not use it ({who}).")
-    return sentences
+    keys = dict.fromkeys([*flags, *(configs.parse_assignment(text)[0] for text in args.set)])
+    return [sentence for key in keys if (sentence := configs.without_effect(key, config.algorithm)) is not None]
 
 
 def _own_config(args: argparse.Namespace, path: str | None, given: Mapping[str, object]) -> Path | None:

@@ -229,6 +229,16 @@ def users_of(dotted: str) -> tuple[str, ...]:
     return next(found, get_args(Algorithm))
 
 
+def without_effect(key: str, algorithm: str) -> str | None:
+    """Return the sentence for a key that the algorithm does not use; None if it does."""
+    using = users_of(home_of(key))
+    if algorithm in using:
+        return None
+    return (
+        f"{key} has no effect: {algorithm} does not use it ({', '.join(using)} {'does' if len(using) == 1 else 'do'})."
+    )
+
+
 def to_yaml(config: Config) -> str:
     return yaml.safe_dump(recorded(config), sort_keys=False)
 

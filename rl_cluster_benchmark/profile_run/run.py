@@ -116,12 +116,7 @@ class WatchedRun:
         self.cpu = {pid: (cpu - spent.get(pid, 0.0)) / seconds for pid, cpu in _cpu_of_all().items()}
         self.process.windows.append((first, len(self.process.lines) - 1))  # without torch's profiler
         self._next_stage()  # MEASURED
-        started = list(self.notes.glob("*.pid"))
-        self._wait(
-            lambda: all(pid.with_suffix(".measured").exists() for pid in started),
-            "write down what it saw",
-            SECONDS_TO_WRITE,
-        )
+        self._wait_for_all(".measured")
         self.run_config = config_files.load(self.process.directory.config)
         learners = self.run_config.impala.num_learners if self._has_roles() else 0
         (self.notes / TRACED_FILE).write_text(f"0 {learners}" if learners else "0")
@@ -130,12 +125,7 @@ class WatchedRun:
         if self.settings.flame:
             self.no_flame = flame.record(self.process.process.pid, self.folder / report.FLAME)
         self._next_stage()  # DONE
-        started = list(self.notes.glob("*.pid"))
-        self._wait(
-            lambda: all(pid.with_suffix(".json").exists() for pid in started),
-            "write down what it saw",
-            SECONDS_TO_WRITE,
-        )
+        self._wait_for_all(".json")
 
     def _has_roles(self) -> bool:
         return self.run_config.algorithm == "impala" and self.run_config.mode == "parallel"
@@ -153,6 +143,13 @@ class WatchedRun:
     def _next_stage(self) -> None:
         with (self.notes / STAGE_FILE).open("ab") as file:
             file.write(b".")
+
+    def _wait_for_all(self, suffix: str) -> None:
+        """Wait until every process has left its note with this suffix."""
+        started = list(self.notes.glob("*.pid"))
+        self._wait(
+            lambda: all(pid.with_suffix(suffix).exists() for pid in started), "write down what it saw", SECONDS_TO_WRITE
+        )
 
     def _wait(self, condition: Callable[[], bool], what: str, limit: float = SECONDS_WITHOUT_PROGRESS) -> None:
         began = time.monotonic()

@@ -58,7 +58,8 @@ def read_space(path: str, candidates: str | None = None) -> Space:
     space = _validated(Space, {**rest, "base": _base_data(base, game, source)}, source)
     try:
         for key in (*base.set, *space.space):
-            _refuse_unused(key, space.base)
+            if (sentence := configs.without_effect(key, space.base.get("algorithm", "ppo"))) is not None:
+                raise UserError(sentence)
         _check(space, set(map(configs.home_of, base.set)))
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
@@ -144,13 +145,6 @@ def _base_data(base: Base, game: object, source: str) -> dict[str, Any]:
 def _refuse_elsewhere(key: str) -> None:
     if (home := ELSEWHERE.get(configs.home_of(key))) is not None:
         raise UserError(f"{key} is not set here, but by {home}.")
-
-
-def _refuse_unused(key: str, base: dict[str, Any]) -> None:
-    algorithm, users = base.get("algorithm", "ppo"), configs.users_of(configs.home_of(key))
-    if algorithm not in users:
-        who = f"{', '.join(users)} {'does' if len(users) == 1 else 'do'}"
-        raise UserError(f"{key} has no effect: {algorithm} does not use it ({who}).")
 
 
 def _check(space: Space, fixed: set[str]) -> None:
