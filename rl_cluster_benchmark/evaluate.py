@@ -99,7 +99,7 @@ def evaluate_checkpoint(
     origin = _origin(path, checkpoint.digest_at_end(data), state, config, at_random)
     print("\n".join(_header(name, config, state, path, where)), flush=True)
     if asked != levels and config.env.game is not None:
-        print(f"--levels {asked}: with env.num_levels 0 no level is held back from training; all levels are played.")
+        print(f"--levels {asked}: with env.num_levels 0 no level is held back from training; played: {where}.")
     result = evaluate(
         config, None if at_random else state, num_episodes=num_episodes, deterministic=deterministic, levels=levels,
         seed=seed, screen=screen,
@@ -121,6 +121,8 @@ def levels_to_play(env: EnvConfig, levels: Levels) -> Levels:
 def level_text(levels: Levels, env: EnvConfig, trained_on: EnvConfig) -> str:
     """Return the levels in words; `trained on` is said of the levels that the agent itself was trained on alone."""
     task = ("name", "distribution_mode", "num_levels", "start_level")
+    if env.distribution_mode == "exploration":
+        return "the single level of exploration mode"
     if levels == "all" or all(getattr(env, key) == getattr(trained_on, key) for key in task):
         return LEVEL_NAMES[levels]
     end = env.start_level + env.num_levels

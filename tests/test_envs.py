@@ -12,6 +12,7 @@ from rl_cluster_benchmark.analysis.groups import Task
 from rl_cluster_benchmark.config import MAX_LEVEL, PROCGEN_GAMES, EnvConfig
 from rl_cluster_benchmark.envs import PROCGEN, level_range, make_env
 from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.evaluate import level_text
 from rl_cluster_benchmark.run import checkpoint
 
 
@@ -123,6 +124,7 @@ def test_exploration_is_called_what_it_is():
     """It is a single level, whatever env.num_levels says."""
     config = configs.load(None, {"env.distribution_mode": "exploration", "env.num_levels": 0})
     assert "its one level" in str(Task(config.env))
+    assert level_text("all", config.env, config.env) == "the single level of exploration mode"
     env = make_env(config.env, range(4), num_threads=1)
     first = env.reset()
     assert all(np.array_equal(first[0], other) for other in first)
