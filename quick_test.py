@@ -3,7 +3,7 @@
 
 import sys
 
-from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["doctor", *sys.argv[1:]]))

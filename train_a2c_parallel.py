@@ -3,7 +3,7 @@
 
 import sys
 
-from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.cli.main import main
 
 CALL = ["train", "--algorithm", "a2c", "--mode", "parallel", "--default-config", "a2c_parallel"]
 

@@ -3,7 +3,7 @@
 
 import sys
 
-from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.cli.main import main
 
 CALL = ["train", "--algorithm", "ppo", "--mode", "distributed", "--default-config", "ppo_cpu_cluster"]
 

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from hosts import Hosts, missing
-from rl_cluster_benchmark import config_files
-from rl_cluster_benchmark.cluster.checkup import expectation
-from rl_cluster_benchmark.cluster.checkup.hosts import marked
-from rl_cluster_benchmark.cluster.checkup.probe import Measurements, Sums
-from rl_cluster_benchmark.scaling import inputs, model
-from rl_cluster_benchmark.scaling.runs import Rate
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.tools.checkup import expectation
+from rl_cluster_benchmark.tools.checkup.hosts import marked
+from rl_cluster_benchmark.tools.checkup.probe import Measurements, Sums
+from rl_cluster_benchmark.tools.projection import inputs
+from rl_cluster_benchmark.tools.scaling import model
+from rl_cluster_benchmark.tools.scaling.measured_runs import Rate
 
 ROOT = Path(__file__).parent.parent
 MACHINES = 4

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.hardware import prepare_process
-from rl_cluster_benchmark.models import ConvStage, ImpalaCNN, ResidualBlock, make_model
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.machine.process import prepare_process
+from rl_cluster_benchmark.nets.models import ConvStage, ImpalaCNN, ResidualBlock, make_model
 
 
 class PlainBlock(nn.Module):

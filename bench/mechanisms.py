@@ -19,17 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.algorithms.minibatch import Batch, InOneCall, Moments, PassByPass, Samples, Setting
-from rl_cluster_benchmark.algorithms.optimizers import Adam
-from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.cli_arguments import positive
-from rl_cluster_benchmark.config import Config, HardwareConfig, ModelConfig
+from rl_cluster_benchmark.cli.arguments import positive
+from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.kernels import heads, pooling
-from rl_cluster_benchmark.kernels.network import Rows
-from rl_cluster_benchmark.models import ActorCritic, make_model
+from rl_cluster_benchmark.kernels.native_network import Rows
+from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.minibatch import InOneCall, Moments, PassByPass, Samples, Setting
+from rl_cluster_benchmark.learning.network_pass import Pass
+from rl_cluster_benchmark.learning.optimizers import Adam
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.machine import process
+from rl_cluster_benchmark.nets.models import ActorCritic, make_model
 
 SHAPE, ACTIONS, FEATURES = (64, 64, 3), 15, 256
 MEMORY_PASSES, MEMORY_SAMPLES = 5, 512
@@ -170,7 +171,7 @@ def memory_passes(keep: bool) -> float:
 
 def large_passes(keep: bool) -> float:
     if keep:
-        hardware.prepare_process(1)
+        process.prepare_process(1)
     model, observations = build(torch.float32), images(MEMORY_SAMPLES)
     train_on(model, observations)
     return median(milliseconds(lambda: train_on(model, observations)) for _ in range(MEMORY_PASSES))

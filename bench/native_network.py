@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
-from rl_cluster_benchmark.models import ActorCritic, make_model
+from rl_cluster_benchmark.config.schema import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.nets.models import ActorCritic, make_model
 
 ENGINES = ("native", "torch")
 

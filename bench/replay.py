@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.execution.replay import ReplayFile
-from rl_cluster_benchmark.execution.split import SECONDS, measure
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
+from rl_cluster_benchmark.execution.actor_learner.split import SECONDS, measure
+from rl_cluster_benchmark.execution.actor_learner.unrolls import unroll_layout
 from rl_cluster_benchmark.execution.task import Task
-from rl_cluster_benchmark.execution.unrolls import unroll_layout
-from rl_cluster_benchmark.hardware import detect, prepare_process
+from rl_cluster_benchmark.machine.detection import detect
+from rl_cluster_benchmark.machine.process import prepare_process
 
 
 def main() -> None:

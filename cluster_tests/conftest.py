@@ -17,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from hosts import Hosts, missing
-from rl_cluster_benchmark.run.stop import ORDERS
+from rl_cluster_benchmark.core.stop import ORDERS
 
 for number in ORDERS:  # under nohup: ignored here as before, but not by the runs that tests start
     if signal.getsignal(number) == signal.SIG_IGN:

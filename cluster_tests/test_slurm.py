@@ -25,8 +25,8 @@ from conftest import (
 )
 from slurm_cluster import SlurmCluster
 
-from rl_cluster_benchmark.cluster.launch import jobs
-from rl_cluster_benchmark.cluster.launch.slurm import Slurm
+from rl_cluster_benchmark.tools.launch import jobs
+from rl_cluster_benchmark.tools.launch.slurm import Slurm
 
 
 @pytest.fixture(scope="module")

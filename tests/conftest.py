@@ -16,20 +16,20 @@ import psutil
 import pytest
 from torch import Tensor
 
-from rl_cluster_benchmark import cli
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.algorithms.returns import gae
-from rl_cluster_benchmark.envs import Step
-from rl_cluster_benchmark.kernels import network
-from rl_cluster_benchmark.rollout import Rollout
+from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.core.stop import ORDERS
+from rl_cluster_benchmark.env.environments import Step
+from rl_cluster_benchmark.experience.returns import gae
+from rl_cluster_benchmark.experience.rollout import Rollout
+from rl_cluster_benchmark.kernels import native_network
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.stop import ORDERS
 
 ROOT = Path(__file__).parent.parent
 for number in ORDERS:  # under nohup, or in the background: ignored here as before, but not by the runs that tests start
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
-needs_native = pytest.mark.skipif(not network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
+needs_native = pytest.mark.skipif(not native_network.available("impala"), reason="needs AVX512-BF16 and a C compiler")
 
 
 def rlcb(
@@ -143,7 +143,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int
     def run(*args: object) -> tuple[int, str, str]:
         capsys.readouterr()
         try:
-            status = cli.main([str(arg) for arg in args])
+            status = main.main([str(arg) for arg in args])
         except SystemExit as error:  # argparse
             status = int(error.code or 0)
         return status, *capsys.readouterr()

@@ -18,20 +18,20 @@ from processes import running, wait_for_line, wait_for_updates
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_parallel import assert_gone, workers_of
 
-from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.execution.actor_learner import Recorder
-from rl_cluster_benchmark.execution.actor_learner_cluster import Records
-from rl_cluster_benchmark.execution.claims import Claims
-from rl_cluster_benchmark.execution.replay import ReplayFile
-from rl_cluster_benchmark.execution.split import Costs, fill_in, split
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
+from rl_cluster_benchmark.execution.actor_learner.actor_learner import Recorder
+from rl_cluster_benchmark.execution.actor_learner.actor_learner_cluster import Records
+from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
+from rl_cluster_benchmark.execution.actor_learner.split import Costs, fill_in, split
+from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore, gather, unroll_layout
 from rl_cluster_benchmark.execution.task import Task
-from rl_cluster_benchmark.execution.unrolls import UnrollStore, gather, unroll_layout
-from rl_cluster_benchmark.execution.weights import PublishedWeights
-from rl_cluster_benchmark.execution.workers import WorkerPool
+from rl_cluster_benchmark.machine import detection, planning
+from rl_cluster_benchmark.processes.claims import Claims
+from rl_cluster_benchmark.processes.pool import WorkerPool
+from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.asynchrony import Asynchrony
-from rl_cluster_benchmark.timing import PHASES, PhaseClock
 
 LABEL = "IMPALA_Parallel"
 TINY = ("--algorithm", "impala", "--mode", "parallel", "--env", "Catch-v0", "--set", "training.n_steps=16",
@@ -214,9 +214,9 @@ def test_actors_get_as_many_environments_as_the_network_likes():
 
 def test_whatever_is_left_open_is_filled_in(monkeypatch, capsys):
     """Measured with the run's own network where both numbers are open."""
-    machine = dataclasses.replace(hardware.detect(), usable_cores=6)
-    monkeypatch.setattr(hardware, "detect", lambda: machine)
-    monkeypatch.setattr("rl_cluster_benchmark.execution.split.SECONDS", 0.05)
+    machine = dataclasses.replace(detection.detect(), usable_cores=6)
+    monkeypatch.setattr(detection, "detect", lambda: machine)
+    monkeypatch.setattr("rl_cluster_benchmark.execution.actor_learner.split.SECONDS", 0.05)
 
     splits = []
 
@@ -244,19 +244,19 @@ def test_whatever_is_left_open_is_filled_in(monkeypatch, capsys):
 )
 def test_learners_share_the_cores_of_actors_that_leave_none(cores, actors, expected, monkeypatch):
     """One that waits for room is in nobody's way, and one process more than cores is no reason to warn."""
-    machine = dataclasses.replace(hardware.detect(), usable_cores=cores, allowed_cores=cores)
-    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    machine = dataclasses.replace(detection.detect(), usable_cores=cores, allowed_cores=cores)
+    monkeypatch.setattr(detection, "detect", lambda: machine)
     data = {"algorithm": "impala", "mode": "parallel", "impala": {"num_actors": actors}}
     config = fill_in(Config.model_validate(data))
     assert (config.parallel.num_workers, config.impala.num_learners) == expected
-    is_warned = any("Warning" in line for line in hardware.plan(config).lines(config))
+    is_warned = any("Warning" in line for line in planning.plan(config).lines(config))
     assert is_warned == (sum(expected) > cores + 1)
     assert config.unrolls_per_step == (12 if cores == 16 else 8), "what is learned does not depend on sharing"
 
 
 def test_learners_of_all_machines_get_an_environment_each(monkeypatch):
-    machine = dataclasses.replace(hardware.detect(), usable_cores=2)
-    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    machine = dataclasses.replace(detection.detect(), usable_cores=2)
+    monkeypatch.setattr(detection, "detect", lambda: machine)
     data = {"algorithm": "impala", "mode": "distributed", "cluster": {"num_workers": 2}}
     learners = [
         fill_in(Config.model_validate(data | {"env": {"num_envs": num_envs}})).impala.num_learners
@@ -269,7 +269,7 @@ def test_actors_may_compute_in_another_precision():
     def precision(learning, acting):
         data = {"algorithm": "impala", "hardware": {"precision": learning}, "impala": {"inference_precision": acting}}
         config = Config.model_validate(data)
-        return hardware.acting(config, hardware.plan(config))[0]
+        return planning.acting(config, planning.plan(config))[0]
 
     assert precision("float32", "bfloat16") == torch.bfloat16
     assert precision("float32", "same") == torch.float32

@@ -6,14 +6,14 @@ import pytest
 import torch
 from conftest import ScriptedEnv
 
-from rl_cluster_benchmark.algorithms import bad_numbers
 from rl_cluster_benchmark.algorithms.ppo import PPO
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError
-from rl_cluster_benchmark.models import make_model
-from rl_cluster_benchmark.rollout import Collector
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.experience.rollout import Collector
+from rl_cluster_benchmark.learning import bad_numbers
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.nets.models import make_model
 
 
 def learner(on_nan, reward=1.0):

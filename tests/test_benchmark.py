@@ -16,12 +16,12 @@ import pytest
 from conftest import CELL_SETTINGS, MATRIX, ROOT, environment, rlcb
 from stand_ins import StandIns
 
-from rl_cluster_benchmark.analysis.runs import UnusableRunError, load_run
-from rl_cluster_benchmark.benchmark.board import Board
-from rl_cluster_benchmark.benchmark.cells import Progress, look_at, work_on
-from rl_cluster_benchmark.benchmark.matrix import Matrix, build, load
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.tools.analysis.runs import UnusableRunError, load_run
+from rl_cluster_benchmark.tools.benchmark.board import Board
+from rl_cluster_benchmark.tools.benchmark.cells import Progress, look_at, work_on
+from rl_cluster_benchmark.tools.benchmark.matrix import Matrix, build, load
 
 TIMES = ("fps", "speedup", "memory", "seconds", "runs")  # columns that differ from one time to the next
 

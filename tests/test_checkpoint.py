@@ -11,12 +11,12 @@ import pytest
 import torch
 from conftest import TINY, tiny_run
 
-from rl_cluster_benchmark import training
-from rl_cluster_benchmark.cli import main
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.cli.main import main
+from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.checkpoint import DamagedCheckpointError
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.training import training
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +187,8 @@ def test_the_newest_good_one_stays_until_a_newer_one_is_complete(trained, tmp_pa
     """A write that fails half-way leaves every checkpoint that was there."""
     output = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, output], check=True)
-    from rl_cluster_benchmark import config_files
-    from rl_cluster_benchmark.errors import TrainingFailedError
+    from rl_cluster_benchmark.config import config_files
+    from rl_cluster_benchmark.core.errors import TrainingFailedError
 
     directory = RunDirectory.of(config_files.load(output / "config.yaml", {"output_dir": str(output)}))
     before = {file: file.read_bytes() for file in (output / "checkpoints").iterdir()}

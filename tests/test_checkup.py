@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from conftest import rlcb
 
-from rl_cluster_benchmark.cluster.checkup import expectation, hosts, report
-from rl_cluster_benchmark.cluster.checkup.hosts import Answer
-from rl_cluster_benchmark.cluster.checkup.probe import Link, Measurements, Member, Sums
-from rl_cluster_benchmark.cluster.launch.ssh import Host, SshOptions
-from rl_cluster_benchmark.scaling import model
+from rl_cluster_benchmark.tools.checkup import checkup_report, expectation, hosts
+from rl_cluster_benchmark.tools.checkup.hosts import Answer
+from rl_cluster_benchmark.tools.checkup.probe import Link, Measurements, Member, Sums
+from rl_cluster_benchmark.tools.launch.ssh import Host, SshOptions
+from rl_cluster_benchmark.tools.scaling import model
 
 VERSIONS = {"rl_cluster_benchmark": "0.1.0", "source": "abc", "torch": "2.10", "numpy": "2.0", "envpool": "1.2.5"}
 VERSIONS |= {"python": "3.11.7"}
@@ -21,11 +21,11 @@ OPTIONS = SshOptions([], ["ssh"], "/here", "/venv/python", None, [])
 
 
 def troubles_of(*members, answers=(), errors=None, sums=SUMS):
-    return list(report.troubles(report.Checkup.of(Measurements(list(members), sums), answers, errors)))
+    return list(checkup_report.troubles(checkup_report.Checkup.of(Measurements(list(members), sums), answers, errors)))
 
 
 def test_machines_that_are_well():
-    shown, stops = report.text(report.Checkup.of(Measurements([HEAD, *OTHERS], SUMS)))
+    shown, stops = checkup_report.text(checkup_report.Checkup.of(Measurements([HEAD, *OTHERS], SUMS)))
     assert not stops
     assert "No problem was found.\nReady to train." in shown
     for words in (
@@ -117,11 +117,11 @@ def test_an_answer_among_other_words():
 def test_machines_keep_their_rows_when_some_do_not_answer():
     """Measured are those that answered, in order; the table has all."""
     answers = [Answer(Host("a", "a")), Answer(Host("b", "b"), "is gone", "look for it"), Answer(Host("c", "c"))]
-    checkup = report.Checkup.of(Measurements([HEAD, OTHERS[0]], None), answers)
+    checkup = checkup_report.Checkup.of(Measurements([HEAD, OTHERS[0]], None), answers)
     assert [(machine.name, machine.member and machine.member.name) for machine in checkup.machines] == [
         ("a", "n1"), ("b", None), ("c", "n2"),
     ]  # fmt: skip
-    shown, stops = report.text(checkup)
+    shown, stops = checkup_report.text(checkup)
     assert stops
     assert "b is gone." in shown
     assert "-> look for it" in shown
@@ -130,7 +130,7 @@ def test_machines_keep_their_rows_when_some_do_not_answer():
 def test_the_same_error_of_several_machines_is_told_once():
     errors = {"a": "no route", "b": "no route"}
     answers = [Answer(Host("a", "a")), Answer(Host("b", "b"))]
-    (found,) = report.troubles(report.Checkup.of(None, answers, errors))
+    (found,) = checkup_report.troubles(checkup_report.Checkup.of(None, answers, errors))
     assert found.sentence == "a, b: no route"
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rl_cluster_benchmark.execution.claims import MOST, Claims
+from rl_cluster_benchmark.processes.claims import MOST, Claims
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

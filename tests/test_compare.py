@@ -12,14 +12,14 @@ import pytest
 from conftest import ROOT, environment, rlcb
 from run_copies import copy_run, evaluate_as
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.analysis import tables
-from rl_cluster_benchmark.analysis.comparison import Comparison
-from rl_cluster_benchmark.analysis.groups import group_runs, reached
-from rl_cluster_benchmark.analysis.runs import load_run
-from rl_cluster_benchmark.analysis.template import as_template
-from rl_cluster_benchmark.analysis.text import escape_markdown
-from rl_cluster_benchmark.analysis.verdicts import headline
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.core.text import escape_markdown
+from rl_cluster_benchmark.tools.analysis.comparison import Comparison
+from rl_cluster_benchmark.tools.analysis.groups import group_runs, reached
+from rl_cluster_benchmark.tools.analysis.runs import load_run
+from rl_cluster_benchmark.tools.analysis.verdicts import headline
+from rl_cluster_benchmark.tools.reports import tables
+from rl_cluster_benchmark.tools.reports.template import as_template
 
 COINRUN, STARPILOT = "procgen-coinrun-v0", "procgen-starpilot-v0"
 

@@ -7,11 +7,11 @@ import pytest
 import yaml
 from conftest import ROOT, rlcb
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.cli import build_parser, main
-from rl_cluster_benchmark.cli_arguments import config_from, without_effect
-from rl_cluster_benchmark.config import Algorithm, Config
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.cli.arguments import config_from, without_effect
+from rl_cluster_benchmark.cli.main import build_parser, main
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.config.schema import Algorithm, Config
+from rl_cluster_benchmark.core.errors import UserError
 
 # The YAML that the first documents of the project printed.
 SNIPPETS = {

@@ -17,8 +17,8 @@ from conftest import ROOT, environment
 from run_copies import copy_run, edit_json
 from test_report import browser  # noqa: F401 a fixture
 
-from rl_cluster_benchmark import cli
-from rl_cluster_benchmark.dashboard.processes import Processes
+from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.tools.dashboard.run_processes import Processes
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_one_damaged_run_does_not_stop_the_page(serve, trained, tmp_path):
             json.loads(content, parse_constant=no_infinity)
     assert ask(port, "/series?run=good")[0].status == 200
     for call in (["runs", watched], ["compare", watched], ["report", watched, "--output-dir", tmp_path / "out"]):
-        assert cli.main([*map(str, call)]) == 0
+        assert main.main([*map(str, call)]) == 0
 
 
 def test_it_answers_this_machine_only_and_reads_only(serve, cells, tmp_path):

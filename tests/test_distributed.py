@@ -19,24 +19,25 @@ import torch.distributed as dist
 from conftest import ROOT, environment
 from processes import workers_of
 
-from rl_cluster_benchmark import cli, hardware, training
-from rl_cluster_benchmark.algorithms import bad_numbers
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.cluster import node
+from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.cluster.membership import Membership
 from rl_cluster_benchmark.cluster.network import free_port
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.cluster.store import STORE_TIMEOUT, client
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.execution.data_parallel import WorkerCourse
-from rl_cluster_benchmark.execution.distributed import NodeCourse
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.atomic_files import remove_leftovers
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.execution.in_step.data_parallel import WorkerCourse
+from rl_cluster_benchmark.execution.in_step.distributed import NodeCourse
 from rl_cluster_benchmark.execution.loop import Worker
+from rl_cluster_benchmark.learning import bad_numbers
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.files import remove_leftovers
-from rl_cluster_benchmark.run.stop import Signals
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.training import node, training
 
 TINY = (
     "--env", "Catch-v0", "--set", "training.n_steps=32", "--set", "parallel.pin=never", "--num-envs", 16,
@@ -130,7 +131,7 @@ def sequential_state(output, algorithm, timesteps=2500):
     torch.set_num_threads(1)
     args = ["train", "--config", f"{algorithm}_cpu_cluster", "--mode", "sequential", *TINY]
     args += ["--total-timesteps", timesteps, "--output-dir", output]
-    config = cli.config_from(cli.build_parser().parse_args(list(map(str, args))))
+    config = main.config_from(main.build_parser().parse_args(list(map(str, args))))
     assert training.train(config, Signals()) == 0
     return checkpoint.load(output / "checkpoints" / f"{algorithm}_sequential_final.pt")
 
@@ -331,7 +332,7 @@ def test_a_head_that_comes_back_late_writes_no_more(tmp_path):
 
 
 def alone(config, env_ids, clock_course):
-    plan = hardware.plan(config)
+    plan = planning.plan(config)
     return Worker.build(config, plan, env_ids=env_ids, reduce=Alone(), course=clock_course, checkpoint=None)
 
 
@@ -343,7 +344,7 @@ def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path, worke
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "ppo_distributed_final.pt")
     assert state["progress"]["updates"] == 3
     words = ["train", "--mode", "distributed", *TINY, "--num-nodes", 2, "--workers-per-node", 1, *args]
-    config = cli.config_from(cli.build_parser().parse_args(list(map(str, words))))
+    config = main.config_from(main.build_parser().parse_args(list(map(str, words))))
     course = SimpleNamespace(clock=PhaseClock(), updates=0)
     machines = [alone(config, range(start, start + 8), course) for start in (0, 8)]
     for update in range(3):

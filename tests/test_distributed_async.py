@@ -23,19 +23,19 @@ from test_distributed import (
 )
 from test_launch import nodes_of
 
-from rl_cluster_benchmark import config_files
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.execution import machine
-from rl_cluster_benchmark.execution.council import Council
-from rl_cluster_benchmark.execution.leaders import Seat
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.execution.loop import build_algorithm
-from rl_cluster_benchmark.execution.others import Corrections, News, OnTheirOwn
-from rl_cluster_benchmark.execution.shared import SharedTensors
-from rl_cluster_benchmark.execution.weights import PublishedWeights
-from rl_cluster_benchmark.execution.workers import WorkerPool
-from rl_cluster_benchmark.hardware import plan
+from rl_cluster_benchmark.execution.machines import machine
+from rl_cluster_benchmark.execution.machines.council import Council
+from rl_cluster_benchmark.execution.machines.leaders import Seat
+from rl_cluster_benchmark.execution.machines.others import Corrections, News, OnTheirOwn
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.machine.planning import plan
+from rl_cluster_benchmark.processes.pool import WorkerPool
+from rl_cluster_benchmark.processes.published_weights import PublishedWeights
+from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
 
 LABELS = {"a3c": "A3C_Distributed", "impala": "IMPALA_Distributed"}

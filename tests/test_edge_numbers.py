@@ -5,8 +5,8 @@ import json
 import pytest
 from conftest import TINY, rlcb
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.core.errors import UserError
 
 MAX_INT = 2**63 - 1
 VALUES = (

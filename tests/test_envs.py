@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from conftest import ROOT, environment
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.analysis.groups import Task
-from rl_cluster_benchmark.config import MAX_LEVEL, PROCGEN_GAMES, EnvConfig
-from rl_cluster_benchmark.envs import PROCGEN, level_range, make_env
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.evaluate import level_text
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.config.schema import MAX_LEVEL, PROCGEN_GAMES, EnvConfig
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.env.environments import PROCGEN, level_range, make_env
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.tools.analysis.groups import Task
+from rl_cluster_benchmark.tools.evaluation.evaluate import level_text
 
 
 def play(env, steps, action=4):

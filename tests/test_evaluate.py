@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from conftest import ScriptedEnv, rlcb
 
-from rl_cluster_benchmark.analysis.published import curve, normalized_score
-from rl_cluster_benchmark.config import EnvConfig
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.evaluate import _newest_checkpoint, confidence_interval, play, random_policy
+from rl_cluster_benchmark.config.schema import EnvConfig
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.env.published import curve, normalized_score
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.tools.evaluation.evaluate import (
+    _newest_checkpoint,
+    confidence_interval,
+    play,
+    random_policy,
+)
 
 LONG = ([1.0] * 40, "terminated")
 SHORT = ([0.0] * 2, "truncated")

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_cluster_benchmark import config_files
-from rl_cluster_benchmark.analysis import report_data
-from rl_cluster_benchmark.analysis.comparison import Comparison
-from rl_cluster_benchmark.analysis.evaluations import Evaluation
-from rl_cluster_benchmark.analysis.run_files import Summary, summary_of
-from rl_cluster_benchmark.analysis.runs import RunRecord
-from rl_cluster_benchmark.analysis.series import columns
-from rl_cluster_benchmark.analysis.template import as_template
-from rl_cluster_benchmark.analysis.verdicts import headline
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.tools.analysis.comparison import Comparison
+from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation
+from rl_cluster_benchmark.tools.analysis.run_files import Summary, summary_of
+from rl_cluster_benchmark.tools.analysis.runs import RunRecord
+from rl_cluster_benchmark.tools.analysis.series import columns
+from rl_cluster_benchmark.tools.analysis.verdicts import headline
+from rl_cluster_benchmark.tools.reports import report_data
+from rl_cluster_benchmark.tools.reports.template import as_template
 
 LINE = {"step": 1000, "time": 10.0, "update": 10, "charts/SPS": 100.0, "charts/episodic_return": 5.0,
         "charts/episodes": 200}  # fmt: skip

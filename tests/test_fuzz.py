@@ -22,12 +22,12 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.analysis.series import read_series
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.run import checkpoint, metrics
 from rl_cluster_benchmark.run.checkpoint_format import check_archive
+from rl_cluster_benchmark.tools.analysis.series import read_series
 
 COUNT = int(os.environ.get("RLCB_FUZZ", "300"))
 EACH = 10  # inputs from one of hypothesis's examples: itself, and the rest with some bytes of it changed

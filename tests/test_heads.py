@@ -9,15 +9,16 @@ from conftest import ScriptedEnv
 from torch import nn
 
 from rl_cluster_benchmark.algorithms.a2c import OBJECTIVE as A2C_OBJECTIVE
-from rl_cluster_benchmark.algorithms.minibatch import Batch, Moments
 from rl_cluster_benchmark.algorithms.on_policy import STATS
 from rl_cluster_benchmark.algorithms.ppo import PPO
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.config import Config
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.experience.rollout import Collector, Rollout, sample
 from rl_cluster_benchmark.kernels import heads
-from rl_cluster_benchmark.models import ActorCritic
-from rl_cluster_benchmark.rollout import Collector, Rollout, sample
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.minibatch import Moments
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.nets.models import ActorCritic
 
 INPUTS, FEATURES, ACTIONS, SAMPLES = 5, 37, 6, 300
 

@@ -12,23 +12,16 @@ import pytest
 import torch
 from conftest import needs_native
 
-from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.config import Config, HardwareConfig, ModelConfig
-from rl_cluster_benchmark.execution import waiting
-from rl_cluster_benchmark.execution.helping import (
-    ANSWERED,
-    FINISHED,
-    TAKEN,
-    Helping,
-    SharedHelp,
-    division,
-)
+from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.execution.in_step.helping import ANSWERED, FINISHED, TAKEN, Helping, SharedHelp, division
+from rl_cluster_benchmark.execution.in_step.work_sharing import SharedWork, WorkSharing
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.task import Task, deal
-from rl_cluster_benchmark.execution.work_sharing import SharedWork, WorkSharing
-from rl_cluster_benchmark.models import make_model
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.machine import planning
+from rl_cluster_benchmark.nets.models import make_model
+from rl_cluster_benchmark.processes import waiting
 
 STEPS, SHARDS = 6, (slice(0, 3), slice(3, 5), slice(5, 6))
 
@@ -159,7 +152,7 @@ def test_with_shared_work_and_the_network_in_c_workers_do_help(monkeypatch):
         {"env": {"name": "coinrun", "num_envs": 4}, "training": {"n_steps": 12}, "parallel": {"num_workers": 2}}
         | {"mode": "parallel", "hardware": {"precision": "bfloat16"}}
     )
-    plan = replace(hardware.plan(config), num_workers=2, engine="native", precision="bfloat16", balance=0.5)
+    plan = replace(planning.plan(config), num_workers=2, engine="native", precision="bfloat16", balance=0.5)
     task, shards = Task.of(config), deal(4, 2)
     work = SharedWork(task, shards, config, plan)
     memory = SharedMemoryReducer.allocate(2, task.num_parameters + 64, 256, 24)
@@ -189,7 +182,7 @@ def test_with_shared_work_and_the_network_in_c_workers_do_help(monkeypatch):
 
 def test_without_the_network_in_c_nobody_helps():
     config = Config.model_validate({"env": {"name": "Catch-v0", "num_envs": 4}, "parallel": {"balance": 0.5}})
-    plan = replace(hardware.plan(config), num_workers=2, balance=0.5)
+    plan = replace(planning.plan(config), num_workers=2, balance=0.5)
     assert SharedWork(Task.of(config), deal(4, 2), config, plan).help is None
 
 

@@ -12,18 +12,19 @@ from conftest import read_metrics, rlcb, started_with
 from processes import running, wait_for_updates
 from test_parallel import assert_gone, without_times, workers_of
 
-from rl_cluster_benchmark import cli, hardware
-from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError
-from rl_cluster_benchmark.execution import hogwild
-from rl_cluster_benchmark.execution.hogwild import SumSinceLastTime, share
-from rl_cluster_benchmark.execution.shared import SharedTensors
-from rl_cluster_benchmark.models import make_model
+from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.execution.hogwild import hogwild
+from rl_cluster_benchmark.execution.hogwild.hogwild import SumSinceLastTime, share
+from rl_cluster_benchmark.learning.learner import Learner
+from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.machine import planning
+from rl_cluster_benchmark.nets.models import make_model
+from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.timing import PhaseClock
 
 LABEL = "A3C_Parallel"
 TINY = ("--env", "Catch-v0", "--set", "training.n_steps=16", "--set", "parallel.pin=never", "--num-threads", 1,
@@ -126,7 +127,7 @@ def test_steps_before_a_checkpoint_and_of_a_run_that_fails_count(tmp_path, monke
 
     monkeypatch.setattr(hogwild, "reports", reports)
     args = ["train", "--algorithm", "a3c", "--mode", "parallel", *TINY, "--num-workers", 3, "--output-dir", tmp_path]
-    config, plan = hardware.resolve(cli.config_from(cli.build_parser().parse_args(list(map(str, args)))))
+    config, plan = planning.resolve(main.config_from(main.build_parser().parse_args(list(map(str, args)))))
     run = SimpleNamespace(
         config=config, plan=plan, resumed_path=None, progress_state=dict, clock=PhaseClock(),
         record=lambda **parts: recorded.append(parts["steps"]), save=lambda state: recorded.append("saved"),

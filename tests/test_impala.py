@@ -6,13 +6,13 @@ from conftest import ScriptedEnv
 
 from rl_cluster_benchmark.algorithms.a2c import A2C
 from rl_cluster_benchmark.algorithms.impala import Impala, Unrolls
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.algorithms.returns import vtrace
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError
-from rl_cluster_benchmark.models import make_model
-from rl_cluster_benchmark.rollout import Collector
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.experience.returns import vtrace
+from rl_cluster_benchmark.experience.rollout import Collector
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.nets.models import make_model
 
 SCRIPTS = [[([1.0, -2.0, 3.0], "terminated"), ([5.0, 0.0], "truncated")], [([0.0, 4.0, 0.0], "truncated")]] * 4
 

@@ -12,15 +12,16 @@ import pytest
 from conftest import rlcb
 from test_distributed import FOREVER, TINY, metrics, summary
 
-from rl_cluster_benchmark import cli, hardware
+from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.cluster import placement
-from rl_cluster_benchmark.cluster.launch import jobs
-from rl_cluster_benchmark.cluster.launch.command import MODULE, TrainCommand
-from rl_cluster_benchmark.cluster.launch.local import shared_cores
-from rl_cluster_benchmark.cluster.launch.slurm import Slurm
-from rl_cluster_benchmark.cluster.launch.ssh import Host, read_hosts
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.machine import detection
+from rl_cluster_benchmark.tools.launch import jobs
+from rl_cluster_benchmark.tools.launch.command import MODULE, TrainCommand
+from rl_cluster_benchmark.tools.launch.local import shared_cores
+from rl_cluster_benchmark.tools.launch.slurm import Slurm
+from rl_cluster_benchmark.tools.launch.ssh import Host, read_hosts
 
 
 def wait_for_updates(output, count, process):
@@ -76,8 +77,8 @@ def test_a_signal_to_the_launcher_ends_all(launched, tmp_path):
 
 
 def test_nodes_on_one_machine_share_its_cores(monkeypatch):
-    machine = dataclasses.replace(hardware.detect(), usable_cores=8)
-    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    machine = dataclasses.replace(detection.detect(), usable_cores=8)
+    monkeypatch.setattr(detection, "detect", lambda: machine)
 
     def words(algorithm, **sections):
         return " ".join(shared_cores(Config.model_validate({"algorithm": algorithm} | sections), 2))
@@ -121,10 +122,12 @@ def test_what_changes_from_attempt_to_attempt_is_not_set_for_all(num_nodes):
         ("master_port=2000", "port"),
     ):
         with pytest.raises(UserError, match=remedy):
-            TrainCommand.parse([*words, f"cluster.{key}"], num_nodes=num_nodes)
-    command = TrainCommand.parse(["train", "--env", "Catch-v0", "--master-addr", "a"], num_nodes=num_nodes)
+            TrainCommand.parse([*words, f"cluster.{key}"], main.parse_train, num_nodes=num_nodes)
+    command = TrainCommand.parse(
+        ["train", "--env", "Catch-v0", "--master-addr", "a"], main.parse_train, num_nodes=num_nodes
+    )
     later = command.for_node(0, num_nodes=1, address="b", port=2001)[len(MODULE) :]
-    config = cli.config_from(cli.build_parser().parse_args(later))
+    config = main.config_from(main.build_parser().parse_args(later))
     assert (config.cluster.num_workers, config.cluster.master_addr, config.cluster.master_port) == (1, "b", 2001)
 
 
@@ -176,7 +179,9 @@ def test_slurm_script_turns_statuses_into_requeues(tmp_path):
         tool.write_text(f"#!/bin/bash\n{body}\n")
         tool.chmod(0o755)
     options = jobs.JobOptions(nodes=2, directory=str(tmp_path))
-    command = TrainCommand.parse(["train", "--overwrite", "--set", "cluster.max_restarts=2"], num_nodes=2)
+    command = TrainCommand.parse(
+        ["train", "--overwrite", "--set", "cluster.max_restarts=2"], main.parse_train, num_nodes=2
+    )
     (tmp_path / "job.sh").write_text(Slurm().distributed_script(command, options))
 
     def run(*statuses, restarts=0):
@@ -237,7 +242,7 @@ def dry_run(capsys):
 
     def run(system, *args, train=("--output-dir", "runs/a")):
         try:
-            status = cli.main(["launch", system, "--nodes", "2", "--dry-run", *args, "--", "train", *train])
+            status = main.main(["launch", system, "--nodes", "2", "--dry-run", *args, "--", "train", *train])
         except SystemExit as end:  # argparse
             status = end.code
         return (status, *capsys.readouterr())

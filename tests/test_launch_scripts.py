@@ -10,7 +10,7 @@ import pytest
 from conftest import environment
 from stand_ins import NOTE, StandIns
 
-from rl_cluster_benchmark import cli
+from rl_cluster_benchmark.cli import main
 
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 SYSTEMS = pytest.mark.parametrize("system", SUBMIT)
@@ -40,7 +40,7 @@ def tools(tmp_path, monkeypatch):
 def launch(capsys, *args):
     """(exit status, output, errors), as `rlcb launch` gives them."""
     try:
-        status = cli.main(["launch", *args])
+        status = main.main(["launch", *args])
     except SystemExit as end:  # argparse
         status = end.code
     return (status, *capsys.readouterr())

@@ -14,9 +14,9 @@ from conftest import ROOT, environment
 from stand_ins import SSH, StandIns
 from test_distributed import FOREVER, TINY
 
-from rl_cluster_benchmark.cluster.launch.ssh import Host, read_hosts
 from rl_cluster_benchmark.cluster.network import free_port
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.tools.launch.ssh import Host, read_hosts
 
 
 @pytest.fixture

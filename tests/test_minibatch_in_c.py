@@ -10,17 +10,18 @@ import torch
 from conftest import ROOT, needs_native
 from test_native_network import images
 
-from rl_cluster_benchmark.algorithms.minibatch import Batch, InOneCall, Moments, PassByPass, Setting
-from rl_cluster_benchmark.algorithms.optimizers import OPTIMIZERS, Adam
 from rl_cluster_benchmark.algorithms.ppo import PPO
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.config import Config, HardwareConfig, ModelConfig
+from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.execution import hidden_gradient
-from rl_cluster_benchmark.execution.claims import Claims
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
-from rl_cluster_benchmark.execution.work_sharing import WorkSharing
-from rl_cluster_benchmark.kernels import build, minibatch, network
-from rl_cluster_benchmark.models import make_model
+from rl_cluster_benchmark.execution.in_step.work_sharing import WorkSharing
+from rl_cluster_benchmark.kernels import build, minibatch_pass, native_network
+from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.minibatch import InOneCall, Moments, PassByPass, Setting
+from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS, Adam
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.nets.models import make_model
+from rl_cluster_benchmark.processes.claims import Claims
 
 SAMPLES, PIECES = 120, 6
 MOMENTS = Moments(100.0, 0.1, 1.3)
@@ -99,7 +100,7 @@ def test_is_the_same_as_pass_by_pass(architecture, count, micro_batch):
 def test_many_samples_are_several_calls(monkeypatch):
     ppo, found = make("nature"), []
     for most in (1000, 50):
-        monkeypatch.setattr(minibatch, "MOST_IN_A_CALL", most)
+        monkeypatch.setattr(minibatch_pass, "MOST_IN_A_CALL", most)
         gradient(InOneCall, ppo, experience(), micro_batch=25).write(some_rows(110), 0)
         found.append(ppo.on_policy.learner.grad.clone())
     assert torch.equal(*found)
@@ -131,12 +132,12 @@ def test_pieces_of_shared_work_are_the_same(architecture):
 def test_the_code_for_amx_is_the_same_as_pass_by_pass(tmp_path, architecture):
     """With the tiles emulated in plain C: few machines have them."""
     library = tmp_path / "emulated.so"
-    source, header = network.SOURCES[architecture], ROOT / "tests" / "emulated_amx.h"
+    source, header = native_network.SOURCES[architecture], ROOT / "tests" / "emulated_amx.h"
     command = ["cc", *build.FLAGS, "-include", str(header), str(build.FOLDER / source.file), "-o", str(library)]
     subprocess.run(command, check=True)
     ppo, emulated, found = make(architecture), ctypes.CDLL(str(library)), []
     model, channels = ppo.on_policy.model, {"impala": [16, 32, 32], "nature": [32, 64, 64]}[architecture]
-    model.native_trunk = network._make(emulated, source, (64, 64, 3), channels, list(model.trunk.parameters()))
+    model.native_trunk = native_network._make(emulated, source, (64, 64, 3), channels, list(model.trunk.parameters()))
     for way in (PassByPass, InOneCall):
         gradient(way, ppo, experience()).write(some_rows(19), 0)
         found.append(ppo.on_policy.learner.grad.clone())
@@ -146,13 +147,13 @@ def test_the_code_for_amx_is_the_same_as_pass_by_pass(tmp_path, architecture):
 
 def test_a_pass_in_one_call_that_is_wrong_is_noticed():
     """Before the library is used."""
-    source = network.SOURCES["impala"]
-    library = network._library("impala")
-    assert network.agrees_with_torch(library, source)
+    source = native_network.SOURCES["impala"]
+    library = native_network._library("impala")
+    assert native_network.agrees_with_torch(library, source)
     with pytest.MonkeyPatch.context() as patch:
-        original = network._gradients_in_one_call
-        patch.setattr(network, "_gradients_in_one_call", lambda *args: [2 * part for part in original(*args)])
-        assert not network.agrees_with_torch(library, source)
+        original = native_network._gradients_in_one_call
+        patch.setattr(native_network, "_gradients_in_one_call", lambda *args: [2 * part for part in original(*args)])
+        assert not native_network.agrees_with_torch(library, source)
 
 
 def test_not_a_number_is_not_lost():

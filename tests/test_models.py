@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.models import ImpalaCNN, NatureCNN, make_model
+from rl_cluster_benchmark.config.schema import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.nets.models import ImpalaCNN, NatureCNN, make_model
 
 IMAGES = torch.randint(0, 256, (5, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 

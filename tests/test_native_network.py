@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, environment, needs_native
 
-from rl_cluster_benchmark.algorithms.learner import place_of
-from rl_cluster_benchmark.config import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.config.schema import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution import hidden_gradient
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
-from rl_cluster_benchmark.kernels import build, network, pooling
-from rl_cluster_benchmark.models import make_model
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.kernels import build, native_network, pooling
+from rl_cluster_benchmark.learning.learner import place_of
+from rl_cluster_benchmark.nets.models import make_model
 
 both = pytest.mark.parametrize("architecture", ["impala", "nature"])
 
@@ -134,7 +134,7 @@ def test_is_as_close_to_float32_as_torch_in_bfloat16(architecture):
     model = build_model(architecture)
     observations = images(8)
     parameters_of(model)
-    exact = network.SOURCES[architecture].in_torch(list(model.trunk.parameters()), observations)
+    exact = native_network.SOURCES[architecture].in_torch(list(model.trunk.parameters()), observations)
     ours = model.native_trunk(observations)
     model.native_trunk = None
     theirs = model.features(observations)
@@ -165,10 +165,10 @@ def product_of_rows(trunk, passes, columns):
     width, features = trunk.hidden_weights.shape
     count = sum(map(len, passes))
     padded = -(-count // 32) * 32
-    rows = network.Rows(*(torch.full((padded, n), math.nan, dtype=torch.bfloat16) for n in (features, width)))
+    rows = native_network.Rows(*(torch.full((padded, n), math.nan, dtype=torch.bfloat16) for n in (features, width)))
     start = 0
     for observations in passes:
-        trunk.rows = network.Rows(*(part[start : start + len(observations)] for part in rows))
+        trunk.rows = native_network.Rows(*(part[start : start + len(observations)] for part in rows))
         trunk(observations).square().sum().backward()
         start += len(observations)
     for part in rows:
@@ -267,11 +267,11 @@ def test_shapes_it_does_not_compute_are_left_to_torch():
 def test_the_code_for_amx_agrees_with_torch_too(tmp_path, architecture):
     """With the tiles emulated in plain C: few machines have them."""
     library = tmp_path / "emulated.so"
-    header, source = ROOT / "tests" / "emulated_amx.h", network.SOURCES[architecture]
+    header, source = ROOT / "tests" / "emulated_amx.h", native_network.SOURCES[architecture]
     file = build.FOLDER / source.file
     subprocess.run(["cc", *build.FLAGS, "-include", str(header), str(file), "-o", str(library)], check=True)
     emulated = ctypes.CDLL(str(library))
-    assert network.agrees_with_torch(emulated, source)
+    assert native_network.agrees_with_torch(emulated, source)
     batch, channels = {"impala": (1, [48, 16]), "nature": (9, [32, 64, 64])}[architecture]  # odd blocks; groups of 8
     model = build_model(architecture, channels)
     observations, parameters = images(batch), parameters_of(model)
@@ -279,7 +279,7 @@ def test_the_code_for_amx_agrees_with_torch_too(tmp_path, architecture):
         parameters[-1].copy_(2.0 - 4.0 * (torch.arange(len(parameters[-1])) % 2))
     model.weights_changed()
     results = []
-    for trunk in (model.native_trunk, network._make(emulated, source, (64, 64, 3), channels, parameters)):
+    for trunk in (model.native_trunk, native_network._make(emulated, source, (64, 64, 3), channels, parameters)):
         model.zero_grad()
         out = trunk(observations)
         out.sum().backward()

@@ -9,16 +9,18 @@ import yaml
 from conftest import TINY, rlcb
 from run_copies import edit_json
 
-from rl_cluster_benchmark import cli
-from rl_cluster_benchmark.analysis import evaluations, plots, published, tables
-from rl_cluster_benchmark.analysis.comparison import Comparison
-from rl_cluster_benchmark.analysis.report import html, markdown
-from rl_cluster_benchmark.analysis.runs import load_run, load_runs
-from rl_cluster_benchmark.analysis.template import as_template
-from rl_cluster_benchmark.analysis.verdicts import headline
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.env import published
 from rl_cluster_benchmark.run import checkpoint, summary
-from rl_cluster_benchmark.video import clip_mark
+from rl_cluster_benchmark.tools.analysis import evaluations
+from rl_cluster_benchmark.tools.analysis.comparison import Comparison
+from rl_cluster_benchmark.tools.analysis.runs import load_run, load_runs
+from rl_cluster_benchmark.tools.analysis.verdicts import headline
+from rl_cluster_benchmark.tools.evaluation.video import clip_mark
+from rl_cluster_benchmark.tools.reports import plots, tables
+from rl_cluster_benchmark.tools.reports.report import html, markdown
+from rl_cluster_benchmark.tools.reports.template import as_template
 
 FINAL = "checkpoints/ppo_sequential_final.pt"
 
@@ -26,7 +28,7 @@ FINAL = "checkpoints/ppo_sequential_final.pt"
 def evaluate(run, json_name, *args, file=FINAL, episodes=10):
     """What `rlcb evaluate` does, without starting Python again."""
     call = ["evaluate", "--checkpoint", run / file, "--num-episodes", episodes, "--num-threads", 1]
-    return cli.main([*map(str, call), "--json", str(run / json_name), *map(str, args)])
+    return main.main([*map(str, call), "--json", str(run / json_name), *map(str, args)])
 
 
 def of_run(run, name, **changes):
@@ -81,7 +83,7 @@ def test_only_evaluations_of_the_runs_own_agent_count(trained, tmp_path, capsys)
     assert not reasons
     comparison = Comparison.load([run])
     capsys.readouterr()
-    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert main.main(["runs", str(tmp_path)]) == 0
     for shown in (tables.as_table(comparison), tables.as_json(comparison), html(comparison, "x"),
                   markdown(comparison, "x").replace("\\", ""), capsys.readouterr().out):  # fmt: skip
         assert "of a random policy" in shown
@@ -95,7 +97,7 @@ def test_only_evaluations_of_the_runs_own_agent_count(trained, tmp_path, capsys)
     assert origin["versions"]["torch"]
     shutil.rmtree(run / "checkpoints")  # results are kept without checkpoints: the summary names the last
     assert load_run(run).evaluations["all"].num_episodes == 10
-    assert cli.main(["evaluate", "--checkpoint", str(trained / FINAL), "--json", str(run / "metrics.json")]) == 2
+    assert main.main(["evaluate", "--checkpoint", str(trained / FINAL), "--json", str(run / "metrics.json")]) == 2
     assert "is part of a run's own record" in capsys.readouterr().err
 
 

@@ -16,19 +16,19 @@ import psutil
 import pytest
 from conftest import CELL_SETTINGS, MATRIX, ROOT, TINY, environment, rlcb, tiny_run
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark import quickstart
-from rl_cluster_benchmark.benchmark import matrix as matrices
-from rl_cluster_benchmark.benchmark import removal
-from rl_cluster_benchmark.cli import build_parser
-from rl_cluster_benchmark.cli_arguments import config_from
-from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.cli.arguments import config_from
+from rl_cluster_benchmark.cli.main import build_parser
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.core.atomic_files import remove_leftovers
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.run import checkpoint, resumption
 from rl_cluster_benchmark.run.directory import RunDirectory, lock_file
-from rl_cluster_benchmark.run.files import remove_leftovers
 from rl_cluster_benchmark.run.run import Run
-from rl_cluster_benchmark.run.stop import Signals
-from rl_cluster_benchmark.training import train
+from rl_cluster_benchmark.tools import quickstart
+from rl_cluster_benchmark.tools.benchmark import matrix as matrices
+from rl_cluster_benchmark.tools.benchmark import removal
+from rl_cluster_benchmark.training.training import train
 
 CELLS = ("ppo_sequential_Catch-v0_seed1", "ppo_sequential_Catch-v0_seed2")
 SETTINGS = (

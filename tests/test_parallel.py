@@ -16,9 +16,9 @@ import torch
 from conftest import ROOT, environment, needs_native, rlcb, started_with
 from processes import wait_for_line, workers_of
 
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.timing import PhaseClock
 
 TINY = ("--env", "Catch-v0", "--set", "training.n_steps=32", "--set", "parallel.pin=never")
 PPO_LABEL, A2C_LABEL = "PPO_Parallel", "A2C_Parallel"

@@ -26,9 +26,9 @@ import run  # noqa: E402
 import score  # noqa: E402
 import train_ours  # noqa: E402
 from job import JOBS  # noqa: E402
-from rl_cluster_benchmark import config_files  # noqa: E402
-from rl_cluster_benchmark.config import HardwareConfig, ModelConfig  # noqa: E402
-from rl_cluster_benchmark.models import make_model  # noqa: E402
+from rl_cluster_benchmark.config import config_files  # noqa: E402
+from rl_cluster_benchmark.config.schema import HardwareConfig, ModelConfig  # noqa: E402
+from rl_cluster_benchmark.nets.models import make_model  # noqa: E402
 from rl_cluster_benchmark.run import checkpoint  # noqa: E402
 
 JOB = JOBS["a2c"]

@@ -7,18 +7,19 @@ import pytest
 import torch
 from conftest import ScriptedEnv, targets
 
-from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.minibatch import Batch, Samples
 from rl_cluster_benchmark.algorithms.on_policy import divide
-from rl_cluster_benchmark.algorithms.optimizers import Adam, RMSprop
-from rl_cluster_benchmark.algorithms.passes import Pass
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError
-from rl_cluster_benchmark.models import make_model
-from rl_cluster_benchmark.rollout import Collector
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.experience.rollout import Collector
+from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.learner import Learner
+from rl_cluster_benchmark.learning.minibatch import Samples
+from rl_cluster_benchmark.learning.network_pass import Pass
+from rl_cluster_benchmark.learning.optimizers import Adam, RMSprop
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.nets.models import make_model
 
 SCRIPTS = [[([1.0, -2.0, 3.0], "terminated"), ([5.0, 0.0], "truncated")], [([0.0, 4.0, 0.0], "truncated")]] * 4
 

@@ -12,19 +12,21 @@ import pytest
 import torch
 from conftest import ROOT, environment, rlcb
 
-from rl_cluster_benchmark import config_files, hardware
-from rl_cluster_benchmark.algorithms.minibatch import Batch, Moments
 from rl_cluster_benchmark.algorithms.ppo import PPO
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.analysis.runs import load_run
-from rl_cluster_benchmark.models import ActorCritic, make_model
-from rl_cluster_benchmark.profile_run import cost, finished, peak, verdict
-from rl_cluster_benchmark.profile_run.cost import Cost
-from rl_cluster_benchmark.profile_run.figures import Process, Profile, passes_per_step
-from rl_cluster_benchmark.profile_run.passes import IN_C, WHOLE_PASS, Passes
-from rl_cluster_benchmark.profile_run.peak import Peak
-from rl_cluster_benchmark.profile_run.run import _cpu_of_all
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.minibatch import Moments
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.machine import detection
+from rl_cluster_benchmark.nets.models import ActorCritic, make_model
+from rl_cluster_benchmark.profiling.pass_timers import IN_C, WHOLE_PASS, Passes
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.tools.analysis.runs import load_run
+from rl_cluster_benchmark.tools.profile import cost, finished, peak, verdict
+from rl_cluster_benchmark.tools.profile.cost import Cost
+from rl_cluster_benchmark.tools.profile.figures import Process, Profile, passes_per_step
+from rl_cluster_benchmark.tools.profile.peak import Peak
+from rl_cluster_benchmark.tools.profile.profile import _cpu_of_all
 
 QUICK = ("--env", "Catch-v0", "--seconds", 1, "--no-peak", "--set", "hardware.num_threads=1")
 # Catch is a few array operations; this network is not.
@@ -123,7 +125,7 @@ def test_operations_of_a_sample():
 
 
 def test_the_peak_of_this_machine():
-    found = peak.measure(hardware.detect().physical_cores[:2])
+    found = peak.measure(detection.detect().physical_cores[:2])
     assert found.one_core["float32"] > 1
     assert found.one_core["memory"] > 0.5
     assert found.of("float32", 1, 1) == found.one_core["float32"]
@@ -138,7 +140,7 @@ def native(monkeypatch):
     config = config_files.load("ppo_procgen_paper")
     model = make_model(config.model, (64, 64, 3), 15, config.hardware, torch.bfloat16, "native")
     if model.native_trunk is None:
-        assert hardware.detect().fast_bfloat16 is None, "there is a compiler here"
+        assert detection.detect().fast_bfloat16 is None, "there is a compiler here"
         pytest.skip("this CPU cannot run the network in C")
     passes = Passes()
     passes.install()
@@ -195,7 +197,7 @@ def make(*processes, cores=(1.0, 1.0), precision="bfloat16", engine="native"):
     )  # fmt: skip
 
 
-MACHINE = replace(hardware.detect(), usable_cores=2, flags=frozenset({"avx512_bf16"}))
+MACHINE = replace(detection.detect(), usable_cores=2, flags=frozenset({"avx512_bf16"}))
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,17 @@ import pytest
 import torch
 from conftest import rlcb
 
-from rl_cluster_benchmark import cli, config_files, hardware
-from rl_cluster_benchmark.execution.data_parallel import WorkerCourse, episode_table
+from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.core.timing import PHASES
+from rl_cluster_benchmark.execution.in_step.data_parallel import WorkerCourse, episode_table
 from rl_cluster_benchmark.execution.loop import Worker, learn
-from rl_cluster_benchmark.execution.shared import SharedTensors
-from rl_cluster_benchmark.scaling import inputs, model, projection
-from rl_cluster_benchmark.scaling.model import Network, Spread, Work
-from rl_cluster_benchmark.scaling.runs import Rate
-from rl_cluster_benchmark.timing import PHASES
+from rl_cluster_benchmark.machine import planning
+from rl_cluster_benchmark.processes.shared_memory import SharedTensors
+from rl_cluster_benchmark.tools.projection import inputs, projection
+from rl_cluster_benchmark.tools.scaling import model
+from rl_cluster_benchmark.tools.scaling.measured_runs import Rate
+from rl_cluster_benchmark.tools.scaling.model import Network, Spread, Work
 
 WORK = Work(steps=100, rollout_seconds=1.0, minibatch_seconds=0.5, minibatches=4, vector_bytes=100_000)
 SLOW = Network(latency=0.01, bandwidth=1e6)
@@ -166,7 +169,7 @@ def test_the_model_counts_the_sums_that_an_update_makes():
     reduce = Counting()
     course = WorkerCourse(0, Nobody(), config, shared, nothing)
     course.reduce = reduce
-    plan = hardware.plan(config)
+    plan = planning.plan(config)
     learn(Worker.build(config, plan, env_ids=range(8), reduce=reduce, course=course, checkpoint=None), course, reduce)
     rate = Rate(100.0, course.updates, 10.0, dict.fromkeys(("update", "communication", "waiting"), 0.2), 0.0, {})
     work = inputs.work_from(config, rate)
@@ -291,7 +294,7 @@ def test_another_network_needs_no_new_measurement(projected, tmp_path):
 )
 def test_wrong_input_is_answered_with_a_sentence(args, sentence, capsys):
     try:
-        status = cli.main(["scaling", "--project", *args])
+        status = main.main(["scaling", "--project", *args])
     except SystemExit as end:  # argparse
         status = end.code
     assert status == 2

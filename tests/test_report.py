@@ -10,10 +10,10 @@ from conftest import rlcb
 from PIL import Image
 from run_copies import copy_run, evaluate_as
 
-from rl_cluster_benchmark.analysis.comparison import Comparison
-from rl_cluster_benchmark.analysis.report import html, markdown
-from rl_cluster_benchmark.analysis.runs import load_run
-from rl_cluster_benchmark.video import Recorder, clip_mark
+from rl_cluster_benchmark.tools.analysis.comparison import Comparison
+from rl_cluster_benchmark.tools.analysis.runs import load_run
+from rl_cluster_benchmark.tools.evaluation.video import Recorder, clip_mark
+from rl_cluster_benchmark.tools.reports.report import html, markdown
 
 COINRUN, MAZE = "procgen-coinrun-v0", "procgen-maze-v0"
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"`"

@@ -6,18 +6,18 @@ import shutil
 import pytest
 from conftest import TINY, rlcb, tiny_run
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark import training
-from rl_cluster_benchmark.cli import build_parser
-from rl_cluster_benchmark.cli_arguments import config_from
-from rl_cluster_benchmark.cluster.launch.command import TrainCommand
+from rl_cluster_benchmark.cli.arguments import config_from
+from rl_cluster_benchmark.cli.main import build_parser, parse_train
 from rl_cluster_benchmark.cluster.network import free_port
-from rl_cluster_benchmark.config import MAY_CHANGE
-from rl_cluster_benchmark.envs import level_range
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.config.schema import MAY_CHANGE
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.env.environments import level_range
 from rl_cluster_benchmark.run import checkpoint, resumption
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.tools.launch.command import TrainCommand
+from rl_cluster_benchmark.training import training
 
 SEQUENTIAL = ("--algorithm", "ppo", "--mode", "sequential")
 
@@ -173,7 +173,9 @@ def test_resume_if_present(tmp_path, call):
 def test_a_launchers_later_attempt_starts_what_the_first_could_not(tmp_path):
     """Bug 5: an attempt that died before there was a run leaves nothing to resume."""
     train = ["train", *map(str, TINY), "--workers-per-node", "1", "--total-timesteps", "600"]
-    command = TrainCommand.parse([*train, "--output-dir", str(tmp_path / "run"), "--overwrite"], num_nodes=1)
+    command = TrainCommand.parse(
+        [*train, "--output-dir", str(tmp_path / "run"), "--overwrite"], parse_train, num_nodes=1
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").write_text("")
     for attempt, text in ((1, "TRAINING SUMMARY"), (2, "Nothing is left to do")):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_cluster_benchmark.algorithms.returns import gae, vtrace
+from rl_cluster_benchmark.experience.returns import gae, vtrace
 
 
 def gae_by_definition(rewards, values, last_values, terminated, truncated, gamma, gae_lambda):

@@ -5,11 +5,11 @@ import pytest
 import torch
 from conftest import ScriptedEnv, targets
 
-from rl_cluster_benchmark.algorithms.reduction import Alone
-from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
-from rl_cluster_benchmark.models import ActorCritic
-from rl_cluster_benchmark.rollout import Collector, Episode, sample
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.experience.rewards import RewardNormalizer
+from rl_cluster_benchmark.experience.rollout import Collector, Episode, sample
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.nets.models import ActorCritic
 
 SCRIPTS = [
     [([1.0, 2.0, 3.0], "terminated"), ([5.0, 5.0], "truncated")],

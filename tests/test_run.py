@@ -18,12 +18,12 @@ import yaml
 from conftest import ROOT, TINY, environment, read_metrics, rlcb, started_with, tiny_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_cluster_benchmark.analysis.runs import load_runs
-from rl_cluster_benchmark.config_files import load
-from rl_cluster_benchmark.quickstart import _holds_a_quickstart
+from rl_cluster_benchmark.config.config_files import load
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.run import Run
+from rl_cluster_benchmark.tools.analysis.runs import load_runs
+from rl_cluster_benchmark.tools.quickstart import _holds_a_quickstart
 
 SUMMARY_KEYS = {
     "algorithm", "mode", "env", "seed", "num_envs", "num_workers", "duration_hours", "total_timesteps",

@@ -14,9 +14,16 @@ import pytest
 from conftest import ROOT, TINY, environment, rlcb, tiny_run
 from run_copies import copy_run, edit_json
 
-from rl_cluster_benchmark.analysis.runs import LeftOut, UnusableRunError, find_runs, is_running, load_run, load_runs
-from rl_cluster_benchmark.config_files import load
+from rl_cluster_benchmark.config.config_files import load
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.tools.analysis.runs import (
+    LeftOut,
+    UnusableRunError,
+    find_runs,
+    is_running,
+    load_run,
+    load_runs,
+)
 
 
 def start(output, *args):

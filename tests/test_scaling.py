@@ -14,16 +14,17 @@ import psutil
 import pytest
 from conftest import ROOT, environment, rlcb
 
-from rl_cluster_benchmark import config_files, hardware
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.scaling import results
-from rl_cluster_benchmark.scaling.cases import MEASURED, choose_counts, make_cases
-from rl_cluster_benchmark.scaling.results import Round
-from rl_cluster_benchmark.scaling.runs import Rate, TrainingProcess, measure_in_turns
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.machine import detection, planning
+from rl_cluster_benchmark.tools.scaling import results
+from rl_cluster_benchmark.tools.scaling.cases import MEASURED, choose_counts, make_cases
+from rl_cluster_benchmark.tools.scaling.measured_runs import Rate, TrainingProcess, measure_in_turns
+from rl_cluster_benchmark.tools.scaling.results import Round
 
 TINY = ("--env", "Catch-v0", "--batch-size", 128, "--set", "training.n_steps=32", "--set", "parallel.pin=never")
-COUNTS = [1, 2][: hardware.detect().usable_cores]
-MACHINE = replace(hardware.detect(), usable_cores=16, physical_cores=tuple(range(16)))
+COUNTS = [1, 2][: detection.detect().usable_cores]
+MACHINE = replace(detection.detect(), usable_cores=16, physical_cores=tuple(range(16)))
 
 
 def call(*args):
@@ -71,8 +72,8 @@ def test_an_independent_run_does_what_a_worker_does(envs_per_worker, pin, monkey
     config = config_files.load("ppo_procgen_paper", changes)
     for case in make_cases(config, [1, 2, 8, 16], envs_per_worker, MACHINE):
         seen = replace(MACHINE, usable_cores=case.workers, physical_cores=case.cores)  # by the workers together
-        monkeypatch.setattr(hardware, "detect", lambda machine=seen: machine)
-        together, plan = hardware.resolve(case.together)
+        monkeypatch.setattr(detection, "detect", lambda machine=seen: machine)
+        together, plan = planning.resolve(case.together)
         assert plan.num_workers == case.workers == len(case.cores)
         assert together.env.num_envs == case.num_envs == (64 if envs_per_worker is None else 4 * case.workers)
         assert together.training.target_kl is None, "it would end some updates early"
@@ -84,7 +85,7 @@ def test_an_independent_run_does_what_a_worker_does(envs_per_worker, pin, monkey
         assert together.rollout_size / together.batch_size == 8, "as many optimiser steps, however many workers"
         for run in case.independents:
             assert run.mode == "sequential"
-            own = hardware.plan(run)
+            own = planning.plan(run)
             assert (own.micro_batch, own.num_threads) == (plan.micro_batch, plan.num_threads)
             assert own.precision == plan.precision
             assert run.env.num_envs * case.workers == case.num_envs

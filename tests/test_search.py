@@ -20,18 +20,18 @@ import yaml
 from conftest import ROOT, environment, rlcb
 from processes import is_alive
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.analysis.runs import is_running, load_run
-from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.run.stop import Signals
-from rl_cluster_benchmark.search import run, trials
-from rl_cluster_benchmark.search.progress import Progress
-from rl_cluster_benchmark.search.run import core_shares, search
-from rl_cluster_benchmark.search.sampling import importances, suggest
-from rl_cluster_benchmark.search.score import Log, is_stopped
-from rl_cluster_benchmark.search.space import Rung
-from rl_cluster_benchmark.search.space_files import read_space, spaces
-from rl_cluster_benchmark.search.study import Study, Trial
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.tools.analysis.runs import is_running, load_run
+from rl_cluster_benchmark.tools.search import search_trials, searching
+from rl_cluster_benchmark.tools.search.sampling import importances, suggest
+from rl_cluster_benchmark.tools.search.score import Log, is_stopped
+from rl_cluster_benchmark.tools.search.search_progress import Progress
+from rl_cluster_benchmark.tools.search.search_space import Rung
+from rl_cluster_benchmark.tools.search.searching import core_shares, search
+from rl_cluster_benchmark.tools.search.space_files import read_space, spaces
+from rl_cluster_benchmark.tools.search.study import Study, Trial
 
 # A search of seconds: trials of six updates; the second and third trial are random, the later ones follow from results.
 SPACE = {
@@ -87,7 +87,7 @@ def test_shipped_spaces_can_be_trained_and_are_no_presets():
     assert "catch" not in configs.presets()
     for name in spaces():
         space = read_space(name)
-        run.check_buildable(space)
+        searching.check_buildable(space)
         for candidate in space.candidates:
             space.config_of(candidate)
     assert list(space.runs()) == ["coinrun_seed1", "starpilot_seed1"]
@@ -361,8 +361,8 @@ class FakeChild:
 @pytest.fixture
 def made_up(monkeypatch):
     """Training takes no time."""
-    monkeypatch.setattr(trials, "Child", FakeChild)
-    monkeypatch.setattr(run, "SECONDS_BETWEEN_LOOKS", 0)
+    monkeypatch.setattr(search_trials, "Child", FakeChild)
+    monkeypatch.setattr(searching, "SECONDS_BETWEEN_LOOKS", 0)
     monkeypatch.setattr(FakeChild, "failures", {})
     monkeypatch.setattr(FakeChild, "cores", [])
 
@@ -375,7 +375,7 @@ def candidates(*rates, **top):
 
 def go(folder, data, number, *, seconds=None, jobs=1):
     space = read_space(write(folder, data)) if data is not None else None
-    return search(space, run.Settings(folder / "search", number, seconds, jobs), Signals())
+    return search(space, searching.Settings(folder / "search", number, seconds, jobs), Signals())
 
 
 def states(folder):
@@ -537,7 +537,7 @@ def test_a_trial_that_was_left_is_trained_anew_with_its_parameters(made_up, tmp_
 
 def test_jobs_share_the_cores(made_up, tmp_path, monkeypatch):
     assert core_shares(1) == [None]
-    cores = run.hardware.detect().physical_cores
+    cores = searching.hardware.detect().physical_cores
     shares = core_shares(2)
     assert len(shares) == 2
     assert len(cores) < 2 or sorted([*shares[0], *shares[1]]) == list(cores)

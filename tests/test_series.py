@@ -6,8 +6,8 @@ import tracemalloc
 
 import numpy as np
 
-from rl_cluster_benchmark.analysis import series
-from rl_cluster_benchmark.analysis.series import read_points, read_series
+from rl_cluster_benchmark.tools.analysis import series
+from rl_cluster_benchmark.tools.analysis.series import read_points, read_series
 
 
 def line(step, **more):

@@ -16,10 +16,11 @@ import pytest
 from conftest import CELL_SETTINGS, MATRIX, ROOT, TINY, environment
 from processes import is_alive, workers_of
 
-from rl_cluster_benchmark import config_files
-from rl_cluster_benchmark.execution import split
-from rl_cluster_benchmark.run import checkpoint, stop
-from rl_cluster_benchmark.tune.run import Settings, tune
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.core import stop
+from rl_cluster_benchmark.execution.actor_learner import split
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.tools.tune.tuning import Settings, tune
 
 WORKERS = ("--mode", "parallel", "--num-workers", 2, "--num-envs-per-worker", 8, "--set", "parallel.pin=never")
 RLCB = (sys.executable, "-m", "rl_cluster_benchmark")

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from rl_cluster_benchmark.analysis import statistics
-from rl_cluster_benchmark.analysis.statistics import Estimate
-from rl_cluster_benchmark.analysis.verdicts import rank
+from rl_cluster_benchmark.tools.analysis import statistics
+from rl_cluster_benchmark.tools.analysis.statistics import Estimate
+from rl_cluster_benchmark.tools.analysis.verdicts import rank
 
 # Three games, five seeds of X and four of Y, and what rliable 1.2.0 (with pandas 2: it does not import with pandas 3)
 # gives: metrics.aggregate_iqm, metrics.probability_of_improvement, library.get_interval_estimates with 50,000 (5,000

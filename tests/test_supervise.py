@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from rl_cluster_benchmark.cluster.launch import supervise
-from rl_cluster_benchmark.cluster.launch.processes import LocalProcess
-from rl_cluster_benchmark.cluster.launch.ssh import port_of
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.tools.launch import supervise
+from rl_cluster_benchmark.tools.launch.launch_processes import LocalProcess
+from rl_cluster_benchmark.tools.launch.ssh import port_of
 
 CONFIG = Config.model_validate({"mode": "distributed", "cluster": {"timeout": 2.0}})
 FOLLOWER = "pass"

@@ -12,18 +12,20 @@ import psutil
 import pytest
 from conftest import ROOT, environment, rlcb
 
-from rl_cluster_benchmark import cli, config_files, hardware
-from rl_cluster_benchmark.cli_performance import _given_keys
-from rl_cluster_benchmark.kernels import network
-from rl_cluster_benchmark.scaling.runs import Rate
-from rl_cluster_benchmark.tune import report
-from rl_cluster_benchmark.tune.run import Settings, make_space
-from rl_cluster_benchmark.tune.search import choose, of_best, search, sweep
-from rl_cluster_benchmark.tune.space import Space, resolve_envs
-from rl_cluster_benchmark.tune.trials import Trial, short_updates
+from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.cli.performance_commands import _given_keys
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.kernels import native_network
+from rl_cluster_benchmark.machine import detection
+from rl_cluster_benchmark.tools.scaling.measured_runs import Rate
+from rl_cluster_benchmark.tools.tune import tuning_report
+from rl_cluster_benchmark.tools.tune.tuning import Settings, make_space
+from rl_cluster_benchmark.tools.tune.tuning_search import choose, of_best, search, sweep
+from rl_cluster_benchmark.tools.tune.tuning_space import Space, resolve_envs
+from rl_cluster_benchmark.tools.tune.tuning_trials import Trial, short_updates
 
 MACHINE = replace(
-    hardware.detect(), usable_cores=16, allowed_cores=16, physical_cores=tuple(range(16)), cpu_quota=None,
+    detection.detect(), usable_cores=16, allowed_cores=16, physical_cores=tuple(range(16)), cpu_quota=None,
     flags=frozenset({"amx_bf16", "avx512_bf16"}),
 )  # fmt: skip
 TINY = ("--env", "Catch-v0", "--num-envs", 16, "--batch-size", 128, "--set", "training.n_steps=32")
@@ -33,8 +35,8 @@ QUICK = (*TINY, "--mode", "sequential", "--seconds", 0.2, "--budget", 90)  # one
 @pytest.fixture
 def big_machine(monkeypatch):
     """16 cores with AMX, where the C code is compiled."""
-    monkeypatch.setattr(hardware, "detect", lambda: MACHINE)
-    monkeypatch.setattr(network, "available", lambda architecture: True)
+    monkeypatch.setattr(detection, "detect", lambda: MACHINE)
+    monkeypatch.setattr(native_network, "available", lambda architecture: True)
 
 
 def make(preset, **changes):
@@ -93,7 +95,7 @@ def test_splits_of_impala_keep_the_batch(big_machine):
     changed = [s for s in free.settings if s.layout.learners == 10 and s.layout.num_envs == 64]
     assert changed
     assert all(s.learning == ("batch 32 -> 30 unrolls",) for s in changed)
-    assert "changes what is learned: batch 32 -> 30" in report.learning_sentence(free, changed[0])
+    assert "changes what is learned: batch 32 -> 30" in tuning_report.learning_sentence(free, changed[0])
 
 
 def test_changes_of_learning_are_asked_for_and_said(big_machine):
@@ -125,7 +127,7 @@ def test_what_the_command_line_says_stays(changes, check, big_machine, tmp_path)
 
 def test_a_key_that_the_command_line_sets_by_its_old_name_stays():
     keys = [
-        _given_keys(cli.build_parser().parse_args(["tune", "--set", f"{section}.num_threads=2"]))
+        _given_keys(main.build_parser().parse_args(["tune", "--set", f"{section}.num_threads=2"]))
         for section in ("hardware", "training")
     ]
     assert keys[0] == keys[1] == {"hardware.num_threads"}
@@ -210,15 +212,15 @@ def test_equals_change_nothing(big_machine):
     assert choose(space, tried).setting == space.default
     assert choose(space, tried[1:3]).setting == space.settings[1]
     assert choose(space, []) is None
-    assert not any("Warning" in line for line in report.sentences(space, tried, tried[0]))
+    assert not any("Warning" in line for line in tuning_report.sentences(space, tried, tried[0]))
     for others, words in (
         (tried[2:3], "nothing tried was faster."),
         (tried[1:3], "nothing tried was more than 1% faster."),
         (tried[1:], "came to 2,000 steps/s, but in too few trials to be chosen (1 trial against 3)"),
     ):
-        assert words in report.sentences(space, [tried[0], *others], tried[0])[1]
+        assert words in tuning_report.sentences(space, [tried[0], *others], tried[0])[1]
     tried[0].rates.append(Rate(700, 1, 4.0, {}, 1.0, {}))
-    assert "Warning: its trials differ by 15%" in report.sentences(space, tried, tried[0])[-1]
+    assert "Warning: its trials differ by 15%" in tuning_report.sentences(space, tried, tried[0])[-1]
 
 
 def test_a_search(tmp_path):
@@ -239,12 +241,12 @@ def test_a_search(tmp_path):
     assert trained.returncode == 0, trained.stderr
     config = config_files.load(tmp_path / "run" / "config.yaml")
     assert (config.env.num_envs, config.training.n_steps, config.batch_size) == (16, 32, 128)
-    assert report.name(make_space(config, Settings(1, 1, tmp_path, False)).default) == found["chosen"]
+    assert tuning_report.name(make_space(config, Settings(1, 1, tmp_path, False)).default) == found["chosen"]
 
 
 def test_an_interruption_writes_the_best_so_far(tmp_path):
     call = ["tune", *QUICK, "--output-dir", tmp_path]
-    settings = min(2, hardware.detect().usable_cores)
+    settings = min(2, detection.detect().usable_cores)
     process = subprocess.Popen(
         [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

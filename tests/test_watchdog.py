@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from rl_cluster_benchmark.execution import watchdog
-from rl_cluster_benchmark.execution.watchdog import Pulse, Watchdog
+from rl_cluster_benchmark.processes import watchdog
+from rl_cluster_benchmark.processes.watchdog import Pulse, Watchdog
 
 LIMIT = 0.05
 

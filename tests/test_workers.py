@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, environment
 
 from rl_cluster_benchmark.cluster import store
-from rl_cluster_benchmark.run.commentary import Commentary
+from rl_cluster_benchmark.core.commentary import Commentary
 
 POOL = """
 import resource, sys

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rl_cluster_benchmark.cli import main
+from rl_cluster_benchmark.cli.main import main
 
 # Files that a test makes are named in angle brackets.
 WRONG = [

@@ -140,7 +140,7 @@ def arguments() -> argparse.Namespace:
 
 def make_pool(num_envs: int, *, channel_first: bool, seed: int, num_threads: int | None = None) -> Any:
     """EnvPool's CoinRun, easy, on the training levels."""
-    from rl_cluster_benchmark.envs import load_envpool
+    from rl_cluster_benchmark.env.environments import load_envpool
 
     return load_envpool().make(
         "CoinrunEasy-v0",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rl_cluster_benchmark.execution.workers import die_with_parent
+from rl_cluster_benchmark.processes.pool import die_with_parent
 
 HERE = Path(__file__).resolve().parent
 WARM_UP = 5.0  # seconds of training that do not count, the first update in any case

@@ -34,8 +34,8 @@ import results
 from environments import DEFAULT_FOLDER, python_of
 from job import JOBS, Job
 from measure import HERE, PeerFailedError, measure
-from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.run.files import write_atomically
+from rl_cluster_benchmark.core.atomic_files import write_atomically
+from rl_cluster_benchmark.machine import detection
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _python_path(args: argparse.Namespace) -> list[str]:
 
 
 def _new_report(job: Job, peers: dict[str, Peer], args: argparse.Namespace) -> dict[str, Any]:
-    machine = hardware.detect()
+    machine = detection.detect()
     left_out = {}
     for name in args.only:
         if peers[name].missing is not None and job.algorithm in peers[name].algorithms:

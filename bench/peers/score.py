@@ -20,11 +20,19 @@ from numpy.typing import NDArray
 from job import NUM_ACTIONS, NUM_LEVELS
 from measure import PeerFailedError, run_to_end
 from network import ActorCritic
-from rl_cluster_benchmark import config_files, hardware
-from rl_cluster_benchmark.envs import make_env
-from rl_cluster_benchmark.evaluate import EVALUATION, MAX_ENVS, Policy, confidence_interval, play, trained_policy
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.core.atomic_files import write_atomically
+from rl_cluster_benchmark.env.environments import make_env
+from rl_cluster_benchmark.machine import detection, planning
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.files import write_atomically
+from rl_cluster_benchmark.tools.evaluation.evaluate import (
+    EVALUATION,
+    MAX_ENVS,
+    Policy,
+    confidence_interval,
+    play,
+    trained_policy,
+)
 
 PLAYERS = {"ours": "this project", "sb3": "Stable-Baselines3"}
 SEED = 0
@@ -41,7 +49,7 @@ class Score:
 def main(
     args: argparse.Namespace, call_of: Callable[[str], list[str]], output: Path, python_path: Sequence[str]
 ) -> int:
-    machine = hardware.detect()
+    machine = detection.detect()
     found: dict[str, Any] = {
         "seconds": args.seconds,
         "date": date.today().isoformat(),
@@ -78,10 +86,10 @@ def evaluate(name: str, network: Path, episodes: int) -> Score:
     changes: dict[str, object] = {"env.num_levels": NUM_LEVELS, "env.distribution_mode": "easy", "env.seed": SEED}
     state = checkpoint.load(network) if name == "ours" else None
     config = config_files.build(state["config"] if state else {}, changes, source="score")
-    plan = hardware.compiled(config, hardware.plan(config))
+    plan = planning.compiled(config, planning.plan(config))
     num_envs = min(episodes, MAX_ENVS)
     env = make_env(
-        config.env, range(num_envs), num_threads=hardware.detect().usable_cores, levels="test", incarnation=EVALUATION
+        config.env, range(num_envs), num_threads=detection.detect().usable_cores, levels="test", incarnation=EVALUATION
     )
     policy = trained_policy(config, state, env, plan) if state else policy_of(network)
     rewards, _ = play(policy, env, episodes, seed=SEED, deterministic=False)

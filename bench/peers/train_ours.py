@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from job import NORMALISED, NUM_LEVELS, RAW, Job, Report, arguments
-from rl_cluster_benchmark.execution.workers import die_with_parent
+from rl_cluster_benchmark.processes.pool import die_with_parent
 
 PRESETS = {"ppo": "ppo_procgen_paper", "a2c": "a2c_parallel", "impala": "impala_procgen"}
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -90,7 +90,7 @@ def main() -> int:
 
 def tell(folder: Path, saved: Path, report: Report) -> None:
     """What the run itself has counted and used."""
-    from rl_cluster_benchmark import config_files
+    from rl_cluster_benchmark.config import config_files
     from rl_cluster_benchmark.run import checkpoint
 
     state = checkpoint.load(saved)

@@ -1,1 +1,1 @@
-"""The maths: targets and losses of a batch of experience. Nothing here knows about processes, logs or files."""
+"""PPO, A2C and IMPALA: targets, losses and epochs."""

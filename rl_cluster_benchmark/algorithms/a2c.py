@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from rl_cluster_benchmark.algorithms.minibatch import Losses, Objective, Samples
 from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
-from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
-from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.models import ActorCritic
-from rl_cluster_benchmark.rollout import Rollout
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.experience.rollout import Rollout
+from rl_cluster_benchmark.learning.minibatch import Losses, Objective, Samples
+from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
+from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 def a2c_losses(now: Pass, samples: Samples) -> tuple[Losses, Slopes]:

@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.bad_numbers import mean_of, report
-from rl_cluster_benchmark.algorithms.learner import Learner, is_finite
-from rl_cluster_benchmark.algorithms.minibatch import EPSILON, Losses
 from rl_cluster_benchmark.algorithms.on_policy import STATS, explained_variance, learning_rate
-from rl_cluster_benchmark.algorithms.optimizers import optimizer_of
-from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
-from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
-from rl_cluster_benchmark.algorithms.returns import vtrace
-from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
-from rl_cluster_benchmark.config import Config, ImpalaConfig
-from rl_cluster_benchmark.models import ActorCritic
-from rl_cluster_benchmark.rollout import Rollout
-from rl_cluster_benchmark.seeding import stream
+from rl_cluster_benchmark.config.schema import Config, ImpalaConfig
+from rl_cluster_benchmark.core.seeding import stream
+from rl_cluster_benchmark.experience.returns import vtrace
+from rl_cluster_benchmark.experience.rewards import RewardNormalizer
+from rl_cluster_benchmark.experience.rollout import Rollout
+from rl_cluster_benchmark.learning.bad_numbers import mean_of, report
+from rl_cluster_benchmark.learning.learner import Learner, is_finite
+from rl_cluster_benchmark.learning.minibatch import EPSILON, Losses
+from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.optimizers import optimizer_of
+from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
+from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 @dataclass

@@ -16,9 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.bad_numbers import SKIPPED, report
-from rl_cluster_benchmark.algorithms.learner import Learner
-from rl_cluster_benchmark.algorithms.minibatch import (
+from rl_cluster_benchmark.config.schema import Config, TrainingConfig
+from rl_cluster_benchmark.experience.returns import gae
+from rl_cluster_benchmark.experience.rewards import RewardNormalizer
+from rl_cluster_benchmark.experience.rollout import Rollout
+from rl_cluster_benchmark.kernels import heads
+from rl_cluster_benchmark.learning.bad_numbers import SKIPPED, report
+from rl_cluster_benchmark.learning.learner import Learner
+from rl_cluster_benchmark.learning.minibatch import (
     Batch,
     Gradient,
     InOneCall,
@@ -28,14 +33,9 @@ from rl_cluster_benchmark.algorithms.minibatch import (
     Rows,
     Setting,
 )
-from rl_cluster_benchmark.algorithms.optimizers import optimizer_of
-from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
-from rl_cluster_benchmark.algorithms.returns import gae
-from rl_cluster_benchmark.algorithms.rewards import RewardNormalizer
-from rl_cluster_benchmark.config import Config, TrainingConfig
-from rl_cluster_benchmark.kernels import heads
-from rl_cluster_benchmark.models import ActorCritic
-from rl_cluster_benchmark.rollout import Rollout
+from rl_cluster_benchmark.learning.optimizers import optimizer_of
+from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
+from rl_cluster_benchmark.nets.models import ActorCritic
 
 SMALLEST_PIECE, SMALLEST_IN_TORCH = 2, 4  # samples; below that, the cost of a pass is not the samples'
 STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_cluster_benchmark.algorithms.bad_numbers import mean_of
-from rl_cluster_benchmark.algorithms.minibatch import Losses, Objective, Rows, Samples
 from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
-from rl_cluster_benchmark.algorithms.passes import Pass, Slopes
-from rl_cluster_benchmark.algorithms.reduction import Reducer, Sharing
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.models import ActorCritic
-from rl_cluster_benchmark.rollout import Rollout
-from rl_cluster_benchmark.seeding import stream
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.seeding import stream
+from rl_cluster_benchmark.experience.rollout import Rollout
+from rl_cluster_benchmark.learning.bad_numbers import mean_of
+from rl_cluster_benchmark.learning.minibatch import Losses, Objective, Rows, Samples
+from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
+from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 def ppo_losses(

@@ -1,1 +1,1 @@
-"""Several machines: how they find each other, stay in touch, and are started. The numbers are execution/'s business."""
+"""How machines find each other, agree and keep watch over each other. Nothing here trains."""

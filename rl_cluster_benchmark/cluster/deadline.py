@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from rl_cluster_benchmark.run import commentary
+from rl_cluster_benchmark.core import commentary
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.core.errors import TrainingFailedError
 
 SECONDS_BETWEEN_BEATS = 1.0
 MISSED_BEATS = 3  # until a node is suspected, once something else has gone wrong

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from rl_cluster_benchmark.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 
 PORTS = range(12_000, 32_000)  # below those that Linux gives to outgoing connections, from 32,768 on
 PORTS_TRIED = 100

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import UserError
 
 # Set by `rlcb launch`.
 ATTEMPT_VARIABLE = "RLCB_ATTEMPT"  # nodes of an attempt that failed do not meet those of the next

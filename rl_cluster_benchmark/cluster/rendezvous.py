@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rl_cluster_benchmark import __version__, config_files, hardware
+from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cluster import network
 from rl_cluster_benchmark.cluster.membership import Membership
 from rl_cluster_benchmark.cluster.placement import Placement
@@ -28,9 +28,11 @@ from rl_cluster_benchmark.cluster.store import (
     told_if_silent,
     wait_a_moment,
 )
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.machine import detection, planning
 from rl_cluster_benchmark.run.summary import git_commit, package_versions
 
 SECONDS_FOR_ALL_TO_READ = 5.0
@@ -237,7 +239,7 @@ def _roll_call(
 
 
 def _this_node(config: Config, placement: Placement, here: network.Endpoint) -> Node:
-    machine, plan = hardware.detect(), hardware.plan(config)
+    machine, plan = detection.detect(), planning.plan(config)
     boot = Path("/proc/sys/kernel/random/boot_id")
     return Node(
         name=socket.gethostname(),

@@ -14,8 +14,8 @@ from typing import Any
 
 from rl_cluster_benchmark.cluster import network
 from rl_cluster_benchmark.cluster.placement import Placement
-from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.core.stop import Signals
 
 SECONDS_BETWEEN_TRIES = 0.1
 STORE_TIMEOUT = timedelta(seconds=30)  # of one question to the store

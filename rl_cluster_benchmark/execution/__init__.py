@@ -1,1 +1,1 @@
-"""Who collects and who updates: one process, the cores of a machine, a cluster. Nothing here knows a loss."""
+"""Who collects experience, who learns from it, and who waits for whom."""

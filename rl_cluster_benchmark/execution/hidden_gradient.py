@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.execution.shared import SharedTensors
-from rl_cluster_benchmark.kernels.network import LANES, NativeTrunk, Rows
+from rl_cluster_benchmark.kernels.native_network import LANES, NativeTrunk, Rows
+from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 
 ROWS = 32  # are computed together
 MAX_BYTES = 128 * 2**20  # for the rows of a minibatch; larger ones have large passes

@@ -8,23 +8,22 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_cluster_benchmark import hardware
-from rl_cluster_benchmark.algorithms import bad_numbers
 from rl_cluster_benchmark.algorithms.a2c import A2C
 from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.on_policy import nothing_learned
 from rl_cluster_benchmark.algorithms.ppo import PPO
-from rl_cluster_benchmark.algorithms.reduction import Reducer
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.envs import make_env
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.execution.work_sharing import WorkSharing
-from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.seeding import integer_seed
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.env.environments import make_env
+from rl_cluster_benchmark.experience.rollout import Collector, Episode, Rollout, RolloutHelper
 from rl_cluster_benchmark.kernels import pooling
-from rl_cluster_benchmark.models import ActorCritic, make_model
-from rl_cluster_benchmark.rollout import Collector, Episode, Rollout
-from rl_cluster_benchmark.seeding import integer_seed
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.learning import bad_numbers
+from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
+from rl_cluster_benchmark.machine import process
+from rl_cluster_benchmark.machine.planning import Plan
+from rl_cluster_benchmark.nets.models import ActorCritic, make_model
 
 # A3C is A2C, executed by workers that do not wait for each other; in one process it is A2C.
 ALGORITHMS: dict[str, type[PPO] | type[A2C] | type[Impala]] = {"ppo": PPO, "a2c": A2C, "a3c": A2C, "impala": Impala}
@@ -56,6 +55,14 @@ class Course(Protocol):
     def finish(self, state: dict[str, Any]) -> None: ...
 
 
+class SharesExperience(Sharing, Protocol):
+    """Workers that also collect into memory which all of them can read, and help each other with that."""
+
+    def rollout(self) -> Rollout: ...
+
+    def helping(self, model: ActorCritic, clock: PhaseClock) -> RolloutHelper | None: ...
+
+
 @dataclass
 class Worker:
     """Some of the run's environments, a copy of the model, and the algorithm that updates it."""
@@ -68,7 +75,7 @@ class Worker:
     @classmethod
     def build(
         cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, course: Course,
-        checkpoint: dict[str, Any] | None, sharing: WorkSharing | None = None,
+        checkpoint: dict[str, Any] | None, sharing: SharesExperience | None = None,
     ) -> Worker:  # fmt: skip
         env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=course.updates)
         model, algorithm = build_algorithm(
@@ -97,12 +104,12 @@ class Worker:
 
 def build_algorithm(
     config: Config, plan: Plan, observation_shape: Sequence[int], num_actions: int, *, env_ids: Sequence[int],
-    reduce: Reducer, checkpoint: dict[str, Any] | None, sharing: WorkSharing | None = None,
+    reduce: Reducer, checkpoint: dict[str, Any] | None, sharing: SharesExperience | None = None,
 ) -> tuple[ActorCritic, PPO | A2C | Impala]:  # fmt: skip
     """The model as the run's seed or the checkpoint has it, and the algorithm that updates it."""
     pooling.available()  # checked before time counts
     torch.manual_seed(integer_seed(config.env.seed, "model"))
-    precision = hardware.dtype(plan.precision)
+    precision = process.dtype(plan.precision)
     model = make_model(config.model, observation_shape, num_actions, config.hardware, precision, plan.engine)
     algorithm = ALGORITHMS[config.algorithm](
         config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce, sharing=sharing

@@ -11,35 +11,34 @@ import ctypes
 import gc
 import os
 
-from rl_cluster_benchmark.execution.workers import (
+from rl_cluster_benchmark.core.stop import leave_orders_to_parent
+from rl_cluster_benchmark.processes.pool import (
     GAME_VARIABLE,
     PARENT_VARIABLE,
     SERVER_NAME,
     die_with_parent,
     name_process,
 )
-from rl_cluster_benchmark.run.stop import leave_orders_to_parent
 
 QT_POOL, QT_WAIT = "_ZN11QThreadPool14globalInstanceEv", "_ZN11QThreadPool11waitForDoneEi"
-SERVER = os.getpid()  # a forked worker finds its parent here
 
 
 def _load() -> None:
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
     leave_orders_to_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers compute on the CPU, and a CUDA context starts threads
-    from rl_cluster_benchmark import hardware
+    from rl_cluster_benchmark.machine import process
 
-    hardware.prepare_process(1)
-    from rl_cluster_benchmark.config import EnvConfig
-    from rl_cluster_benchmark.envs import load_envpool, make_env
+    process.prepare_process(1)
+    from rl_cluster_benchmark.config.schema import EnvConfig
+    from rl_cluster_benchmark.env.environments import load_envpool, make_env
     from rl_cluster_benchmark.execution import loop  # noqa: F401
-    from rl_cluster_benchmark.kernels import heads, network, pooling
+    from rl_cluster_benchmark.kernels import heads, native_network, pooling
 
     heads.available()
     pooling.available()
-    for architecture in network.SOURCES:
-        network.available(architecture)
+    for architecture in native_network.SOURCES:
+        native_network.available(architecture)
     if game := os.environ.get(GAME_VARIABLE):
         load_envpool()
         qt = _qt_core()

@@ -14,13 +14,15 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.reduction import Reducer
+from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
-from rl_cluster_benchmark.execution.shared import CACHE_LINE, SharedTensors
-from rl_cluster_benchmark.execution.waiting import wait_until
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.learning.reduction import Reducer
+from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, SharedTensors
+from rl_cluster_benchmark.processes.waiting import wait_until
 
 LOOPBACK_INTERFACE = "lo"
+SMALL_SPARE = 64  # doubles besides the moments of an update's minibatches: counters, statistics
+VECTOR_SPARE = 64  # floats behind the gradient, for the loss statistics
 
 
 class SharedMemoryReducer:
@@ -127,6 +129,14 @@ class GlooReducer:
         return tensor
 
     total = __call__
+
+
+def gloo_file() -> str:
+    """Make a file in memory through which workers that use Gloo find each other; it lasts as long as this process.
+
+    Unlike a port, it can be opened by processes of this user only.
+    """
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create('rlcb-gloo', os.MFD_CLOEXEC)}"
 
 
 def join(means: SharedTensors | str, rank: int, num_workers: int, clock: PhaseClock) -> Reducer:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rl_cluster_benchmark.algorithms.reduction import Alone
 from rl_cluster_benchmark.execution.loop import Worker, learn
-from rl_cluster_benchmark.profile_run.attach import attach
+from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.profiling.attach import attach
 from rl_cluster_benchmark.run.run import Run
 
 

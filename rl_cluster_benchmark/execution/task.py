@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.envs import PROCGEN, Spaces, make_env
-from rl_cluster_benchmark.models import make_model
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.env.environments import PROCGEN, Spaces, make_env
+from rl_cluster_benchmark.nets.models import make_model
 
 
 @dataclass(frozen=True)

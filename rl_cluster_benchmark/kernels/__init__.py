@@ -1,1 +1,1 @@
-"""Code in C where torch is slow, compiled when there is a compiler and checked against torch before it is used."""
+"""The C code, its compilation, and its place in torch."""

@@ -1,1 +1,1 @@
-"""What every run has, whatever it trains: a directory, checkpoints, metrics, progress, an end."""
+"""The files of a run: directory, checkpoints, metrics, summary."""

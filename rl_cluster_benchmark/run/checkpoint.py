@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from rl_cluster_benchmark import __version__
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.core.atomic_files import open_plain, write_atomically
+from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.run.checkpoint_format import (
     FORMAT_VERSION,
     MAX_BYTES,
@@ -26,7 +27,6 @@ from rl_cluster_benchmark.run.checkpoint_format import (
     upgraded,
 )
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.files import open_plain, write_atomically
 
 MARK = b"RLCB-SHA256:"  # behind torch's file, before its digest
 DIGEST_BYTES = hashlib.sha256().digest_size

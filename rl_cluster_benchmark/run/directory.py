@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from rl_cluster_benchmark.config import Config, Mode
-from rl_cluster_benchmark.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.run.files import (
+from rl_cluster_benchmark.config.schema import Config, Mode
+from rl_cluster_benchmark.core.atomic_files import (
     cannot_write,
     check_can_write,
     make_directory,
@@ -27,6 +26,7 @@ from rl_cluster_benchmark.run.files import (
     sync_directory,
     write_atomically,
 )
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 
 LOCK = ".lock"
 LOOK_SECONDS = 0.2

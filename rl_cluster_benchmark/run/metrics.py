@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl_cluster_benchmark.errors import UserError
-from rl_cluster_benchmark.run.files import cannot_write, write_atomically, write_json
+from rl_cluster_benchmark.core.atomic_files import cannot_write, write_atomically, write_json
+from rl_cluster_benchmark.core.errors import UserError
 
 MAX_LINE = 65_536
 KEYS = ("step", "time", "update")  # of each line; all others are scalars named as in CleanRL

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.config import MAY_CHANGE, Config
-from rl_cluster_benchmark.errors import UserError
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.config.schema import MAY_CHANGE, Config
+from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
 

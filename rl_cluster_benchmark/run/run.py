@@ -7,6 +7,7 @@ report (see execution/loop.py for the calls).
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
 import multiprocessing
 import os
@@ -18,22 +19,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rl_cluster_benchmark import config_files as configs
-from rl_cluster_benchmark.algorithms.bad_numbers import COUNTS
-from rl_cluster_benchmark.config import Config
-from rl_cluster_benchmark.errors import TrainingFailedError
-from rl_cluster_benchmark.hardware import Plan
+from rl_cluster_benchmark.config import config_files as configs
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.atomic_files import write_atomically
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.learning.bad_numbers import COUNTS
+from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
 from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
-from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
-from rl_cluster_benchmark.run.files import write_atomically
 from rl_cluster_benchmark.run.memory import MemoryReadings
 from rl_cluster_benchmark.run.progress import Progress, Status
 from rl_cluster_benchmark.run.saver import Saver
-from rl_cluster_benchmark.run.stop import Signals
-from rl_cluster_benchmark.timing import PhaseClock
 
 SHORTEST_RATE = 1.0  # seconds that a speed is a mean over, at least
 FINAL_FPS_UPDATES = 10
@@ -388,9 +389,46 @@ class Run:
     def _summarise(self, state: str, reason: str | None) -> None:
         self.may_write()
         self._log()
-        self.summary = summary.build(self, state, reason)
+        self.summary = self._described(state, reason)
         summary.write(self.directory, self.summary)
         metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))
+
+    def _described(self, state: str, reason: str | None) -> dict[str, Any]:
+        """Return what training_summary.json says of a run that has ended."""
+        config, elapsed, machine = self.config, self.elapsed, self.plan.machine
+        return {
+            "run_id": self.run_id,
+            "algorithm": ALGORITHM_NAMES[config.algorithm],
+            "mode": config.mode,
+            "env": config.env.name,
+            "seed": config.env.seed,
+            "state": state,
+            "reason": reason,
+            "num_envs": config.env.num_envs,
+            "num_workers": self.num_workers,
+            "num_learners": self.num_learners,
+            "nodes": [name for name, _, _ in self.nodes] or None,
+            "duration_hours": elapsed / 3600,
+            "total_timesteps": self.steps,
+            "total_updates": self.updates,
+            "avg_fps": self.steps / self.last_update_at if self.last_update_at > 0 else 0.0,
+            "final_fps": self.final_fps(),
+            "peak_memory_gb": self.peak_memory / 1e9,
+            "memory_per_worker_mb": self.peak_worker_memory / 1e6 or None,  # null without worker processes
+            **self.episodes.summary(),
+            "asynchrony": self.asynchrony.summary(),
+            "bad_numbers": dict(self.bad_numbers),  # NaN or infinite, left out
+            "phase_shares": self.clock.shares(elapsed),
+            "cpu_utilization": self.cpu_seconds / elapsed / self.usable_cores if elapsed > 0 else 0.0,
+            "num_threads": self.plan.num_threads,
+            "precision": self.plan.precision,
+            "engine": self.plan.engine,
+            "cpu_model": machine.cpu_model,
+            "usable_cores": self.usable_cores,
+            "checkpoint": self.newest_checkpoint,
+            "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **self.code,
+        }
 
     def final_fps(self) -> float:
         """Over the last updates of this process; of its log if the run was already complete and made none."""

@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import platform
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_cluster_benchmark import __version__
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
-from rl_cluster_benchmark.run.files import write_json
-
-if TYPE_CHECKING:
-    from rl_cluster_benchmark.run.run import Run
+from rl_cluster_benchmark.core.atomic_files import write_json
+from rl_cluster_benchmark.run.directory import RunDirectory
 
 PACKAGES = ("torch", "numpy", "envpool")
-
-
-def build(run: Run, state: str, reason: str | None) -> dict[str, Any]:
-    config, elapsed, machine = run.config, run.elapsed, run.plan.machine
-    return {
-        "run_id": run.run_id,
-        "algorithm": ALGORITHM_NAMES[config.algorithm],
-        "mode": config.mode,
-        "env": config.env.name,
-        "seed": config.env.seed,
-        "state": state,
-        "reason": reason,
-        "num_envs": config.env.num_envs,
-        "num_workers": run.num_workers,
-        "num_learners": run.num_learners,
-        "nodes": [name for name, _, _ in run.nodes] or None,
-        "duration_hours": elapsed / 3600,
-        "total_timesteps": run.steps,
-        "total_updates": run.updates,
-        "avg_fps": run.steps / run.last_update_at if run.last_update_at > 0 else 0.0,
-        "final_fps": run.final_fps(),
-        "peak_memory_gb": run.peak_memory / 1e9,
-        "memory_per_worker_mb": run.peak_worker_memory / 1e6 or None,  # null without worker processes
-        **run.episodes.summary(),
-        "asynchrony": run.asynchrony.summary(),
-        "bad_numbers": dict(run.bad_numbers),  # NaN or infinite, left out
-        "phase_shares": run.clock.shares(elapsed),
-        "cpu_utilization": run.cpu_seconds / elapsed / run.usable_cores if elapsed > 0 else 0.0,
-        "num_threads": run.plan.num_threads,
-        "precision": run.plan.precision,
-        "engine": run.plan.engine,
-        "cpu_model": machine.cpu_model,
-        "usable_cores": run.usable_cores,
-        "checkpoint": run.newest_checkpoint,
-        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **run.code,
-    }
 
 
 def write(directory: RunDirectory, summary: dict[str, Any]) -> None:

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from chains import FAULTS, Chain, Kill, faults_of, small_disk
 from harness import MODES, Faulty, Mode
 
-from rl_cluster_benchmark.cli_arguments import positive
-from rl_cluster_benchmark.run.stop import ORDERS
+from rl_cluster_benchmark.cli.arguments import positive
+from rl_cluster_benchmark.core.stop import ORDERS
 
 LENGTH = 6  # faults of a chain, before its end
 EARLY = 0.25  # share of the faults that come while the run starts

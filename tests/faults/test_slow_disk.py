@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import Faulty, Mode
 
-from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.run.saver import Saver
 
 

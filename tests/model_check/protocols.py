@@ -17,21 +17,15 @@ from typing import Any
 import numpy as np
 from machine import Machine, Memory, Pipes, Private, begin_loop, loop_again, note, on_this_machine, wait_until
 
-from rl_cluster_benchmark.execution import (
-    actor_learner_cluster,
-    claims,
-    helping,
-    hogwild,
-    leader,
-    others,
-    reduce,
-    unrolls,
-    watchdog,
-    weights,
-)
-from rl_cluster_benchmark.timing import PhaseClock
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.execution import reduce
+from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster, leader, unrolls
+from rl_cluster_benchmark.execution.hogwild import hogwild
+from rl_cluster_benchmark.execution.in_step import helping
+from rl_cluster_benchmark.execution.machines import others
+from rl_cluster_benchmark.processes import claims, published_weights, watchdog
 
-MODULES = (claims, helping, hogwild, leader, reduce, unrolls, weights)
+MODULES = (claims, helping, hogwild, leader, reduce, unrolls, published_weights)
 
 
 @dataclass
@@ -101,7 +95,7 @@ def planted(owner: type, name: str, *changes: tuple[str, str]) -> Iterator[None]
 # Weights that one publishes and others read
 
 
-class Published(weights.PublishedWeights):
+class Published(published_weights.PublishedWeights):
     """Its reader's loop, which begins with a look at the version, is one that the machine knows."""
 
     _loop: int | None = None

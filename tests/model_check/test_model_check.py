@@ -10,14 +10,14 @@ import pytest
 from machine import Machine, Memory, MistakeError, wait_until
 from protocols import check, planted
 
-from rl_cluster_benchmark.execution.actor_learner_cluster import PublishedParameters
-from rl_cluster_benchmark.execution.helping import Helping
-from rl_cluster_benchmark.execution.hogwild import HogwildCourse, SumSinceLastTime
-from rl_cluster_benchmark.execution.leader import Board
-from rl_cluster_benchmark.execution.others import OnTheirOwn
+from rl_cluster_benchmark.execution.actor_learner.actor_learner_cluster import PublishedParameters
+from rl_cluster_benchmark.execution.actor_learner.leader import Board
+from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
+from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildCourse, SumSinceLastTime
+from rl_cluster_benchmark.execution.in_step.helping import Helping
+from rl_cluster_benchmark.execution.machines.others import OnTheirOwn
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
-from rl_cluster_benchmark.execution.unrolls import UnrollStore
-from rl_cluster_benchmark.execution.weights import PublishedWeights
+from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 
 CASES = {
     "weights": protocols.published_weights,

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_cluster_benchmark.execution.claims import Claims
-from rl_cluster_benchmark.kernels import build, heads, network, pooling
-from rl_cluster_benchmark.kernels.minibatch import HeadsPass, MinibatchInC, Vectors
-from rl_cluster_benchmark.rollout import sample
+from rl_cluster_benchmark.experience.rollout import sample
+from rl_cluster_benchmark.kernels import build, heads, native_network, pooling
+from rl_cluster_benchmark.kernels.minibatch_pass import HeadsPass, MinibatchInC, Vectors
+from rl_cluster_benchmark.processes.claims import Claims
 
 # (height, width, channels, hidden units, batch sizes). A pass in one call takes 4 or 16 samples at a time, a forward
 # pass that saves nothing 32; strips, blocks and tiles end at 16, 32 and 64 pixels.
@@ -95,8 +95,8 @@ class Losses:
 
 
 def in_one_call(
-    trunk: network.NativeTrunk, observations: Tensor, rows: Tensor | None, slopes: Tensor, gradients: Sequence[Tensor],
-    left: network.Rows | None,
+    trunk: native_network.NativeTrunk, observations: Tensor, rows: Tensor | None, slopes: Tensor,
+    gradients: Sequence[Tensor], left: native_network.Rows | None,
 ) -> None:  # fmt: skip
     pointer, number = ctypes.c_void_p, ctypes.c_int
     losses = Losses(slopes)
@@ -104,13 +104,13 @@ def in_one_call(
     address, train = trunk.entry_points
     call = ctypes.CFUNCTYPE(number, pointer, pointer, pointer, number, *[pointer] * 6)(train)
     count = len(observations) if rows is None else len(rows)
-    places = map(network._pointer, left) if left else (None, None)
+    places = map(native_network._pointer, left) if left else (None, None)
     observed = (observations.data_ptr(), None if rows is None else rows.data_ptr(), count)
-    assert call(address, *observed, losses.call, None, network._pointers(gradients), *places, trunk.seconds)
+    assert call(address, *observed, losses.call, None, native_network._pointers(gradients), *places, trunk.seconds)
 
 
 def passes(
-    trunk: network.NativeTrunk, parameters: list[Tensor], batch: int, size: tuple[int, int], place: str
+    trunk: native_network.NativeTrunk, parameters: list[Tensor], batch: int, size: tuple[int, int], place: str
 ) -> list[Tensor]:
     """Everything that the library makes of these images: (features without and with saving, the gradients)."""
     hidden, features = trunk.hidden_weights.shape
@@ -127,8 +127,8 @@ def passes(
         found += [out, *(parameter.grad for parameter in parameters)]
         # The same, but for the hidden layer's weights: from rows that are left, in one call, the images in a row.
         padded = -(-batch // 32) * 32
-        left = network.Rows(*(guarded.empty((padded, n), torch.bfloat16, place) for n in (features, hidden)))
-        exact = network.Rows(*(guarded.empty((batch, n), torch.bfloat16, place) for n in (features, hidden)))
+        left = native_network.Rows(*(guarded.empty((padded, n), torch.bfloat16, place) for n in (features, hidden)))
+        exact = native_network.Rows(*(guarded.empty((batch, n), torch.bfloat16, place) for n in (features, hidden)))
         gradients = [guarded.copy(torch.zeros_like(parameter), place) for parameter in parameters]
         in_one_call(trunk, guarded.copy(some[rows], place), None, slopes, gradients, exact)
         for part, whole in zip(exact, left, strict=True):
@@ -146,13 +146,13 @@ def passes(
 def check_network(
     architecture: str, height: int, width: int, channels: Sequence[int], hidden: int, batches: Sequence[int]
 ) -> None:
-    library, source = network._library(architecture), network.SOURCES[architecture]
+    library, source = native_network._library(architecture), native_network.SOURCES[architecture]
     assert library is not None
     parameters = parameters_of(architecture, height, width, channels, hidden)
     bad = [torch.full_like(parameter, math.nan) for parameter in parameters]
     for place in PLACES:
         mine = [guarded.copy(parameter, place).requires_grad_() for parameter in parameters]
-        trunk = network._make(library, source, (height, width, 3), channels, mine)
+        trunk = native_network._make(library, source, (height, width, 3), channels, mine)
         assert trunk is not None
         for batch in batches:
             found = passes(trunk, mine, batch, (height, width), place)
@@ -183,7 +183,7 @@ def check_network(
 def impala() -> None:
     for shape in IMPALA:
         check_network("impala", *shape)
-    library = network._library("impala")
+    library = native_network._library("impala")
     assert library is not None
     create = library.network_create
     create.restype = ctypes.c_void_p
@@ -321,11 +321,11 @@ def minibatch() -> None:
     """From the images to the gradient, with the numbers of pieces from a pipe; heads.c calls the network's library."""
     for architecture, channels in (("impala", (16, 32)), ("nature", (32, 64, 64))):
         size = 64 if architecture == "nature" else 32
-        library, source = network._library(architecture), network.SOURCES[architecture]
+        library, source = native_network._library(architecture), native_network.SOURCES[architecture]
         assert library is not None
         for place in PLACES:
             parameters = [guarded.copy(p, place) for p in parameters_of(architecture, size, size, channels, 32)]
-            trunk = network._make(library, source, (size, size, 3), channels, parameters)
+            trunk = native_network._make(library, source, (size, size, 3), channels, parameters)
             assert trunk is not None
             policy, value = head_layers(15, 32, place)
             layers = [*parameters, *policy.parameters(), *value.parameters()]
@@ -337,7 +337,7 @@ def minibatch() -> None:
             for leave_rows in (False, True):
                 vectors_made = [vector(layers, place) for _ in range(len(bounds))]
                 vectors = Vectors(vectors_made)
-                rows = network.Rows(
+                rows = native_network.Rows(
                     *(guarded.empty((40, n), torch.bfloat16, place) for n in reversed(trunk.hidden_weights.shape))
                 )
                 way = MinibatchInC(trunk, observations, behind, most=17, rows=rows if leave_rows else None)
@@ -396,7 +396,7 @@ def main(names: list[str]) -> None:
     build.COMPILE_SECONDS = 1200  # it takes longer with a sanitizer
     assert heads.available(), "the compiler could not build heads.c"
     for name in names or PARTS:
-        if name in OF_THE_NETWORK and not network.available("impala"):
+        if name in OF_THE_NETWORK and not native_network.available("impala"):
             print(f"{name}: left out, this CPU has no AVX512-BF16", flush=True)
             continue
         PARTS[name]()

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-MODULE = "rl_cluster_benchmark.envs"
+MODULE = "rl_cluster_benchmark.env.environments"
 
 
 class SlowEnvironments(importlib.abc.MetaPathFinder):

@@ -41,7 +41,7 @@ class Finder:
     """Patches the environments when they are imported, not before: thread counts have to be set first."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "rl_cluster_benchmark.envs":
+        if name != "rl_cluster_benchmark.env.environments":
             return None
         sys.meta_path.remove(self)
         import importlib.util

@@ -1,1 +1,0 @@
-"""Reading runs back: published figures, statistics, plots, reports."""

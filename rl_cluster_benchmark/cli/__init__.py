@@ -1,0 +1,1 @@
+"""The rlcb command: arguments, help, and which tool a subcommand calls."""

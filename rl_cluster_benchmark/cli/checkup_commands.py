@@ -1,0 +1,168 @@
+"""The arguments of `rlcb doctor --cluster`, and where the machines come from: a hosts file, or our allocation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_cluster_benchmark.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rl_cluster_benchmark.tools.checkup.probe import Measurements
+
+PORT = 29500
+SECONDS = 30.0
+EXAMPLES = """\
+Alone, it checks this machine: torch, the games, the C kernels, cores, memory.
+
+With --cluster it checks several, and measures them together: does ssh get in, do versions agree, how far apart are the
+clocks, how fast are the links, how long does an all-reduce of a gradient (2.5 MB, Gloo) take, and what scaling follows.
+Exit status: 0 ready, 1 something would stop a run, 2 wrong input.
+
+examples:
+  rlcb doctor
+  rlcb doctor --cluster --hosts hosts.txt                 # the file that `rlcb launch ssh` takes
+  srun --ntasks-per-node=1 rlcb doctor --cluster          # in a SLURM job; a plain call in a job script does the same
+  rlcb doctor --cluster                                   # in a PBS job: the machines of $PBS_NODEFILE
+  torchrun --nnodes 4 --nproc-per-node 1 ... -m rl_cluster_benchmark doctor --cluster
+  rlcb doctor --cluster --hosts hosts.txt --json net.json # and then: rlcb scaling --project --network net.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from rl_cluster_benchmark.cli.launch_commands import add_remote_arguments, add_ssh_option
+    from rl_cluster_benchmark.tools.launch import names
+
+    parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--cluster", action="store_true", help="check several machines, and measure them together")
+    group = parser.add_argument_group("with --cluster")
+    group.add_argument(
+        "--hosts", type=names.line, metavar="FILE", help="a machine per line, the head first; or node1,node2"
+    )
+    add_remote_arguments(group)
+    add_ssh_option(group)
+    group.add_argument("--json", metavar="FILE", help="also write what was measured to a file")
+    group.add_argument(
+        "--interface", metavar="NAME", help="network interface; default: the one on the route to the head"
+    )
+    group.add_argument(
+        "--timeout", type=_seconds, default=SECONDS, metavar="S",
+        help="how long machines wait for each other; default: 30",
+    )  # fmt: skip
+    group.add_argument("--master-port", type=_whole(1), metavar="PORT", help=f"on the head; default: {PORT}")
+    by_hand = parser.add_argument_group("with --cluster, started on every machine by hand")
+    by_hand.add_argument("--num-nodes", type=_whole(1), metavar="N", help="machines that take part")
+    by_hand.add_argument("--node-rank", type=_whole(0), metavar="N", help="number of this machine, the head is 0")
+    by_hand.add_argument("--master-addr", metavar="HOST", help="address of the head")
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 2 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a number of seconds from 2 to 3600")
+    return seconds
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
+    hosts = args.hosts or (environ.get("PBS_NODEFILE") if args.node_rank is None else None)
+    if hosts is not None:
+        return _from_outside(args, hosts)
+    in_slurm = int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1
+    by_hand = args.node_rank is not None or args.num_nodes is not None
+    if in_slurm and "SLURM_STEP_ID" not in environ and not by_hand:
+        call = ["srun", "--ntasks-per-node=1", sys.executable, "-m", "rl_cluster_benchmark", *sys.argv[1:]]
+        sys.stdout.flush()
+        os.execvp(call[0], call)
+    if not by_hand and not in_slurm and "TORCHELASTIC_RUN_ID" not in environ:
+        raise UserError(
+            "Say which machines: --hosts FILE, or run this in a SLURM or PBS job, under torchrun, or on every machine "
+            "with --num-nodes N --master-addr HOST."
+        )
+    return _from_inside(args)
+
+
+def _from_inside(args: argparse.Namespace) -> int:
+    """This is one of the machines; the head tells what all have measured."""
+    from rl_cluster_benchmark.cluster import placement
+    from rl_cluster_benchmark.config import config_files
+    from rl_cluster_benchmark.core.stop import Interrupted, Signals
+    from rl_cluster_benchmark.tools.checkup import checkup_report
+    from rl_cluster_benchmark.tools.checkup.probe import measure
+
+    given = {
+        "mode": "distributed",
+        "cluster.num_workers": args.num_nodes,
+        "cluster.master_addr": args.master_addr,
+        "cluster.master_port": args.master_port or PORT,
+        "cluster.interface": args.interface,
+        "cluster.timeout": args.timeout,
+        "cluster.join_timeout": args.timeout,
+    }
+    config = config_files.load(None, {key: value for key, value in given.items() if value is not None})
+    signals = Signals()
+    signals.install()
+    try:
+        measured = measure(config, placement.find(config, args.node_rank), signals)
+    except Interrupted:
+        return 128 + (signals.received or 0)
+    if measured is None:
+        return 0
+    if args.json == "-":  # to whoever has started this through ssh
+        from rl_cluster_benchmark.tools.checkup.hosts import MARK
+
+        print(MARK + json.dumps(measured.to_dict()), flush=True)
+        return 0
+    shown, stops = checkup_report.text(checkup_report.Checkup.of(measured))
+    print(shown, flush=True)
+    _write(args, measured)
+    return int(stops)
+
+
+def _from_outside(args: argparse.Namespace, hosts: str) -> int:
+    from rl_cluster_benchmark.tools.checkup import checkup_report
+    from rl_cluster_benchmark.tools.checkup import hosts as machines
+    from rl_cluster_benchmark.tools.launch.ssh import options_from
+
+    options = options_from(
+        hosts, python=args.python, directory=args.directory, activate=args.activate, variables=args.env,
+        ssh_options=args.ssh_option,
+    )  # fmt: skip
+    print(f"Asking {len(options.hosts)} machines through ssh ...", flush=True)
+    answers = machines.ask_all(options)
+    ready = [answer.host for answer in machines.able_to_meet(answers)]
+    measured, errors = None, dict[str, str]()
+    if len(ready) > 1:
+        print(f"{len(ready)} of them measure together ...", flush=True)
+        words = ["--timeout", args.timeout, "--master-port", args.master_port or PORT]
+        words += ["--interface", args.interface] if args.interface else []
+        measured, errors = machines.measure_together(options, ready, list(map(str, words)), 3 * args.timeout + 60)
+    shown, stops = checkup_report.text(checkup_report.Checkup.of(measured, answers, errors))
+    print("", shown, sep="\n", flush=True)
+    if measured is not None:
+        _write(args, measured)
+    return int(stops)
+
+
+def _write(args: argparse.Namespace, measured: Measurements) -> None:
+    from rl_cluster_benchmark.core.output_files import write_output
+
+    if args.json:
+        write_output(Path(args.json), (json.dumps(measured.to_dict(), indent=2) + "\n").encode())
+        print(f"Saved {args.json}", flush=True)

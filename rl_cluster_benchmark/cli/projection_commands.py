@@ -1,0 +1,121 @@
+"""The arguments of `rlcb scaling --project`, and the words that explain both kinds of `rlcb scaling`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_cluster_benchmark.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rl_cluster_benchmark.config.schema import Config
+
+MOST = 1e12  # of any unit of bandwidth or time
+PROJECTION_DIR = "runs/projection"
+DESCRIPTION = """\
+Measure how training speeds up with the workers of this machine: train with 1, 2, 4, ... workers for a while each, and
+beside each with as many independent runs that do the same work without communication. So you see what the machine
+costs and what this program costs.
+
+With --project: how fast would it be on many machines like this one? Trains on this machine alone for a while, measures
+what Gloo itself takes, and projects steps per second and efficiency for every way to keep machines together."""
+EXAMPLES = """\
+how to read a projection:
+  An update takes the work of one machine, the wait for the slowest of all, and the sums over the network.
+  work           measured here: the rollout, and each minibatch
+  waiting        grows slowly with machines: the expected slowest of n, from how much updates vary (--spread adds how
+                 much machines differ)
+  communication  Gloo's ring: 2 (n - 1) hops for each sum. Many machines pay for latency, large gradients for bandwidth
+  Efficiency is work / (work + waiting + communication). Every machine keeps its share of a minibatch, so the global
+  minibatch grows with the machines: what is projected is speed, not learning.
+
+examples:
+  rlcb scaling --workers 1,2,4,8,16 --config ppo_procgen_paper --repeats 3
+  rlcb scaling --project                                            # three typical networks
+  rlcb scaling --project --bandwidth 25gbit --round-trip 30us --batch-size 16384
+  rlcb doctor --cluster --hosts hosts.txt --json net.json && rlcb scaling --project --network net.json
+  rlcb scaling --project --measured runs/projection/projection.json --bandwidth 1gbit --round-trip 1ms --overwrite
+"""
+UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
+TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("with --project")
+    group.add_argument("--project", action="store_true", help="project to many machines instead of sweeping workers")
+    group.add_argument(
+        "--nodes", type=_nodes, metavar="N,N,...", help="numbers of machines; default: 1,2,4,...,512,1000"
+    )
+    group.add_argument("--network", metavar="FILE", help="the network that rlcb doctor --cluster --json has measured")
+    group.add_argument("--bandwidth", type=_rate, metavar="RATE", help="of every link: 10gbit, 100mbit")
+    group.add_argument("--round-trip", type=_time, metavar="TIME", help="between two machines: 0.1ms, 50us")
+    group.add_argument(
+        "--spread", type=_share, metavar="SHARE",
+        help="standard deviation of the machines' speeds, 0.03 is 3%%; default: from --network, else 0",
+    )  # fmt: skip
+    group.add_argument("--measured", metavar="FILE", help="an earlier projection.json: measure nothing anew")
+
+
+def _nodes(text: str) -> list[int]:
+    numbers = text.replace(" ", "").split(",")
+    if not all(number.isdecimal() and len(number) < 8 and 1 <= int(number) <= 1_000_000 for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not allowed; write numbers of machines as 1,2,4")
+    return sorted({1, *map(int, numbers)})
+
+
+def _rate(text: str) -> float:
+    return _with_unit(text, UNITS, "10gbit, 100mbit")
+
+
+def _time(text: str) -> float:
+    return _with_unit(text, TIMES, "0.1ms, 50us")
+
+
+def _with_unit(text: str, units: Mapping[str, float], examples: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.lower())
+    if match is None or match.group(2) not in units or not 0 < float(match.group(1)) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not understood; write it as {examples}")
+    return float(match.group(1)) * units[match.group(2)]
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not allowed; it must be a number from 0 to 1, 0.03 is 3%")
+    return share
+
+
+def run(args: argparse.Namespace, config_from: Callable[[argparse.Namespace], Config]) -> int:
+    if args.envs_per_worker is not None or args.repeats != 1:
+        raise UserError("--envs-per-worker and --repeats belong to a sweep over workers, not to --project.")
+    if args.network is not None and (args.bandwidth is not None or args.round_trip is not None):
+        raise UserError("--network has a bandwidth and a round trip of its own: give one or the other.")
+    if args.workers is not None:
+        if len(args.workers) > 1:
+            raise UserError("With --project, --workers is one number: the workers of each machine.")
+        args.set.insert(0, f"parallel.num_workers={args.workers[0]}")
+    from rl_cluster_benchmark.core.stop import Signals
+    from rl_cluster_benchmark.tools.projection.projection import NODES, Settings, project
+
+    args.mode = "parallel" if args.algorithm in ("a3c", "impala") else "distributed"
+    config = config_from(args)
+    settings = Settings(
+        nodes=args.nodes or NODES,
+        seconds=args.seconds,
+        output_dir=Path(config.output_dir or PROJECTION_DIR),
+        overwrite=args.overwrite,
+        measured=Path(args.measured) if args.measured else None,
+        network=Path(args.network) if args.network else None,
+        bandwidth=args.bandwidth,
+        round_trip=args.round_trip,
+        spread=args.spread,
+    )
+    signals = Signals()
+    signals.install()
+    return project(config, settings, signals)

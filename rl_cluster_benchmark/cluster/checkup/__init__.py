@@ -1,1 +1,0 @@
-"""`rlcb doctor --cluster`: could these machines train together, and how well?"""

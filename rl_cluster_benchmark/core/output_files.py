@@ -1,0 +1,60 @@
+"""Files of results, where the user wants them: they may replace earlier results, never what a run needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from rl_cluster_benchmark.core.atomic_files import replace_file
+from rl_cluster_benchmark.core.errors import UserError
+
+RECORDS = ("metrics.jsonl", "benchmark.yaml", ".lock", ".benchmark.lock")  # of a run or a benchmark, wherever they are
+RECORDS_OF_A_RUN = ("config.yaml", "training_summary.json", "benchmark_metrics.json", "metrics.json")  # beside others
+MARK_OF_PLOTS = b"Matplotlib"  # in the first bytes of every PNG that it draws
+
+
+def check_output(option: str, path: Path, reads: Iterable[Path] = ()) -> None:
+    """Refuse, before any work is done, a file that would replace a run's own record or what the command reads."""
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a directory; name a file.")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {path.parent} does not exist.")
+    if any(_is_same(path, given) for given in reads):
+        raise UserError(f"{option} {path} is a file that this command reads; name another one.")
+    if _is_record(path.resolve()):
+        raise UserError(f"{option} {path} is part of a run's own record; name another file.")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
+
+
+def _is_record(path: Path) -> bool:
+    if path.name in RECORDS or ".pt" in path.suffixes or path.name.startswith("events.out.tfevents"):
+        return True
+    marks = (".lock", *RECORDS_OF_A_RUN)
+    return path.name in RECORDS_OF_A_RUN and any(path.with_name(mark).exists() for mark in marks if mark != path.name)
+
+
+def is_own(path: Path, mark: bytes) -> bool:
+    """Return whether the file may be replaced unasked: there is none, or this program's mark is in it."""
+    try:
+        return not path.exists() or mark in path.read_bytes()
+    except OSError:
+        return False
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Write a file that the user has named: whole or not at all; into /dev/stdout and pipes as they are."""
+    is_device = path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",))
+    try:
+        if is_device or (path.exists() and not path.is_file()):
+            path.write_bytes(content)
+        else:
+            replace_file(path.resolve(), content)
+    except OSError as error:
+        raise UserError(f"Cannot write {path} ({error.strerror or error}).") from None

@@ -1,0 +1,120 @@
+"""When a run ends: enough steps, enough time, or somebody asks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
+
+from rl_cluster_benchmark.core import commentary
+
+ORDERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # to end
+PR_SET_PDEATHSIG = 1
+SECONDS_OF_ONE_ORDER = 1.0  # a terminal that closes, `timeout` or a scheduler may send the same order more than once
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked to stop
+    """A signal came before training began."""
+
+
+class Signals:
+    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks the run to end in good order; a later one ends it at once.
+
+    SIGHUP never ends it at once: it says that nobody is there any more, not that somebody is in a hurry. Nor is what
+    comes after it a later order, or what comes after another machine received one.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._ordered_at: float | None = None  # by the first signal to this process itself but SIGHUP
+        self._previous: dict[int, object] = {}
+        self._ignored: set[int] | None = None
+
+    def install(self) -> None:
+        """Catch the signals, but for those that whoever started this process made it ignore, as nohup does."""
+        if self._ignored is None:
+            self._ignored = {number for number in ORDERS if signal.getsignal(number) == signal.SIG_IGN}
+        for number in ORDERS:
+            handler = signal.SIG_IGN if number in self._ignored else self._handle
+            self._previous[number] = signal.signal(number, handler)
+        commentary.install()
+        atexit.register(self._deaf_at_the_end)
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous = {}
+
+    def receive(self, number: int) -> None:
+        """From now on the run is to end, because of this signal, which another machine may have received."""
+        self.received = number
+
+    def check(self) -> None:
+        """Raise Interrupted if the run is to end: called while it starts, when there is nothing to save."""
+        if self.received is not None:
+            raise Interrupted
+
+    def _deaf_at_the_end(self) -> None:
+        """Python takes the handlers away while it ends: a repeated order would change the exit status."""
+        if self.received is not None:
+            for number in self._previous:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_news = self.received is None
+        if is_news:
+            self.receive(number)
+        if number != signal.SIGHUP:
+            now = time.monotonic()
+            if self._ordered_at is None:
+                self._ordered_at, is_news = now, True
+            elif now - self._ordered_at >= SECONDS_OF_ONE_ORDER:
+                os._exit(128 + number)
+        if is_news:
+            name = signal.Signals(number).name
+            commentary.say(f"\n{name}: finishing and saving; once more, in a second or later, ends at once.\n")
+
+
+def leave_orders_to_parent() -> None:
+    """In a worker: orders may reach the whole group, and the parent decides."""
+    for number in ORDERS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ORDERS)
+
+
+@contextlib.contextmanager
+def orders_held_back() -> Iterator[None]:
+    """Orders wait meanwhile; a process that is started now has them blocked until it says what to do with them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ORDERS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_with_parent(number: int, *, told: Collection[int] = (signal.SIGTERM,)) -> Callable[[], None]:
+    """Return what to call in a new process: the kernel sends it this signal when its parent has ended, however it did.
+
+    It obeys the signals it may be told, whatever its parent ignores.
+    """
+    prctl = ctypes.CDLL(None).prctl  # found before the fork: after it, little is safe to do
+    parent = os.getpid()
+
+    def settle() -> None:
+        obey(*told)
+        prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it ended before the lines above
+            os._exit(128 + number)
+
+    return settle
+
+
+def obey(*numbers: int) -> None:
+    """In a child that this process tells to end by these signals: it obeys them, even if its parent ignores them."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)

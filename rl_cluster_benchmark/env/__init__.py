@@ -1,0 +1,1 @@
+"""The environments: Procgen and two toy games."""

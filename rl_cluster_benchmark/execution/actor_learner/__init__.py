@@ -1,0 +1,1 @@
+"""IMPALA: actors that play, learners that learn from what they played."""

@@ -1,0 +1,1 @@
+"""PPO and A2C on several workers, which take every step together."""

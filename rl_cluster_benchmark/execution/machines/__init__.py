@@ -1,0 +1,1 @@
+"""What crosses the network between the machines of a run."""

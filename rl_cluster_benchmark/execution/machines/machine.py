@@ -1,0 +1,110 @@
+"""A machine's node process in a run whose machines do not wait for each other: between its workers and the council."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_cluster_benchmark.cluster.rendezvous import Cluster
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.execution.machines.council import NUM_COUNTS, STEPS, TIME_IS_OVER, Council
+from rl_cluster_benchmark.execution.machines.leaders import LostContactError
+from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.processes.pool import WorkerPool
+from rl_cluster_benchmark.processes.process_times import Layout
+from rl_cluster_benchmark.processes.shared_memory import SharedTensors
+
+SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_BETWEEN_TIMES = 1.0
+
+
+def layout() -> Layout:
+    """What the node process tells its workers."""
+    return {
+        "order": ((1,), torch.int64),
+        "go": ((1,), torch.int64),
+        "closed": ((1,), torch.int64),  # all machines are done: whatever is to be saved can be
+        "elsewhere": ((NUM_COUNTS,), torch.float64),  # counts of the other machines
+    }
+
+
+class Machine:
+    def __init__(
+        self, cluster: Cluster, config: Config, council: Council, flags: SharedTensors, steps_before: int, *,
+        look: Callable[[], int], start: Callable[[], None], times: Callable[[], Any],
+    ) -> None:  # fmt: skip
+        """`look` gives the order for the workers as this machine sees it, `start` is called when time begins to count,
+        `times` is what the head is told now and then of where the workers spend theirs.
+        """
+        self.cluster, self.config, self.council, self.flags = cluster, config, council, flags
+        self._steps_before, self._look, self._start, self._times = steps_before, look, start, times
+        self._first_is_done, self._told_at = False, 0.0
+
+    def run(self, pool: WorkerPool, hear: Callable[[int, str, Any], None]) -> None:
+        """Until all workers of all machines have ended. What those here say goes to the head, there to `hear`.
+
+        The first of them says that it is done when nothing is left to do but to save, and ends once that is true of all
+        machines; the others just end.
+        """
+        started: set[int] = set()
+
+        def watch() -> None:
+            self.council.ready = len(started) == pool.num_workers
+            done = self._first_is_done and pool.num_finished == pool.num_workers - 1
+            self._tell_times(now=done and not self.council.done)
+            self.council.done = done
+            self._talk()
+            self.cluster.membership.check()
+
+        try:
+            for rank, (kind, content) in pool.messages(watch, SECONDS_BETWEEN_LOOKS):
+                if kind == "lost contact":
+                    raise LostContactError(content)
+                if kind == "started":
+                    started.add(rank)
+                elif kind == "done":
+                    self._first_is_done = True
+                elif self.cluster.is_head:
+                    hear(0, kind, content)
+                else:
+                    self.council.report(kind, content)
+        except LostContactError as error:
+            raise self.cluster.membership.explain(error) from None
+
+    def _tell_times(self, now: bool) -> None:
+        if not self.cluster.is_head and (now or time.monotonic() - self._told_at > SECONDS_BETWEEN_TIMES):
+            self.council.report("times", self._times())
+            self._told_at = time.monotonic()
+
+    def _talk(self) -> None:
+        council, flags = self.council, self.flags
+        if not council.has_begun:
+            self.cluster.signals.check()
+        order = self._look()
+        council.time_is_over |= order == TIME_IS_UP
+        council.signal = self.cluster.signals.received or 0
+        council.poll()
+        if not council.has_begun:
+            return
+        if not int(flags["go"][0]):
+            self._start()
+            flags["go"][0] = 1
+        flags["elsewhere"].copy_(council.elsewhere)
+        self._give_orders()
+        if council.is_over:
+            flags["closed"][0] = 1
+
+    def _give_orders(self) -> None:
+        """The same on all machines, from what all have said."""
+        word = self.council.heard
+        assert word is not None
+        steps = self._steps_before + int(word.counts[STEPS])
+        if any(word.signals):
+            self.flags["order"][0] = INTERRUPTED
+            node, number = next((node, number) for node, number in enumerate(word.signals) if number)
+            self.cluster.take_signal(node, number)
+        elif word.any_is(TIME_IS_OVER) or steps >= self.config.training.total_timesteps:
+            self.flags["order"][0] = TIME_IS_UP

@@ -1,0 +1,1 @@
+"""What happened in the environments, and what it was worth."""

@@ -1,0 +1,1 @@
+"""The networks: from observations to action logits and a value."""

@@ -1,0 +1,325 @@
+"""Starting worker processes, watching them, and leaving none behind.
+
+A worker is forked from a server that has loaded what all workers need (see preload.py), may be pinned to a core, and
+dies with the parent: the kernel kills the server when the parent is gone, and a worker when the server is gone, so not
+even SIGKILL of the parent leaves one. The parent hears of a worker's end at once and ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.core.stop import leave_orders_to_parent, orders_held_back
+from rl_cluster_benchmark.core.timing import beat
+from rl_cluster_benchmark.processes.watchdog import Pulse, Watchdog
+from rl_cluster_benchmark.profiling.attach import attach
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+SERVER_NAME = "rlcb-server"  # of the process, once it has loaded what workers need
+GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
+SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_STARTS = 0.1, 0.02
+SECONDS_TO_LOAD = 120.0  # what workers need; a server that is not ready then is asked for one nevertheless
+# Bytes that workers can say before they wait for a parent who is busy, about a thousand updates: all together (a user
+# may have 16 times as much), and the most and the least of one.
+ALL_UNHEARD, MOST_UNHEARD, LEAST_UNHEARD = 2**22, 2**20, 2**16
+SECONDS_TO_DIE = 10.0
+SECONDS_TO_LISTEN = 5.0  # to workers who do not know yet that the run ends
+LONGEST_FOLDER = 70  # characters; a socket's name has 107
+IMPORTED_BY = os.getpid()  # in a worker: the server that it was forked from, which has imported this module
+
+
+def hide_server() -> None:
+    """Take away the name of the socket that Python's server of workers listens at: SIGKILL would leave it in /tmp.
+
+    Whoever holds a socket open can still reach it, through /proc. Where Python keeps it otherwise, the name stays, as
+    long as this process lives.
+    """
+    server = getattr(forkserver, "_forkserver", None)
+    address = getattr(server, "_forkserver_address", None)
+    if not isinstance(address, str) or address.startswith(("\0", "/proc/")):
+        return
+    descriptor = os.open(address, os.O_PATH | os.O_CLOEXEC)
+    server._forkserver_address = f"/proc/self/fd/{descriptor}"  # type: ignore[union-attr]
+    remove = getattr(util, "_remove_temp_dir", None)
+    for finalizer in list(getattr(util, "_finalizer_registry", {}).values()):
+        if remove is not None and getattr(finalizer, "_callback", None) is remove:
+            finalizer()  # now, not at the end
+
+
+def start_server(game: str | None) -> None:
+    """Start the process that workers are forked from, for workers that play this game.
+
+    It takes seconds to load what they need: the sooner it starts, the more of that is done when they are wanted.
+    """
+    os.environ[GAME_VARIABLE] = game or ""
+    with contextlib.suppress(OSError):  # a pool that needs it tries again, and says why it cannot
+        _ensure_server()
+
+
+def _ensure_server() -> None:
+    forkserver.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    if len(tempfile.gettempdir()) > LONGEST_FOLDER:  # TMPDIR of a batch job: no socket's name may be that long
+        tempfile.tempdir = "/tmp"
+    # It takes a moment until these ignore what a closed terminal or Ctrl-C sends to all. The tracker comes first: when
+    # Python has started it, it lets SIGINT and SIGTERM through again.
+    for server in (resource_tracker, forkserver):
+        with orders_held_back():
+            server.ensure_running()
+    hide_server()  # at once: any moment may be the last
+
+
+def _server_is_ready() -> bool:
+    """Has the server loaded what workers need? True also if it has ended, or cannot be asked: starting one tells."""
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    try:
+        server = psutil.Process(pid)
+        return pid is None or server.name() == SERVER_NAME or server.status() == psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):  # it has ended, or no file can be opened
+        return True
+
+
+class WorkerPool:
+    """Processes that each run `target(rank, connection, *args)`; use it as a context manager."""
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        num_workers: int,
+        args: Sequence[Any],
+        cores: Sequence[int | None],
+        replace: Callable[[int, str], Sequence[Any] | None] | None = None,
+        watchdog: float = 300.0,
+    ) -> None:
+        """They start with `messages`. `replace(rank, how)` is told of a worker that died, crashed, or made no progress
+        for `watchdog` seconds. It returns the arguments of another in its place, None to go on without, or raises what
+        ends the run, as happens by default.
+        """
+        self._target, self._args, self._cores, self._replace = target, args, cores, replace or _end_the_run
+        self.num_workers = num_workers
+        self._watchdog = Watchdog(watchdog)
+        self._bytes_unheard = max(LEAST_UNHEARD, min(ALL_UNHEARD // num_workers, MOST_UNHEARD))
+        self._pulses: list[Pulse] = []
+        self.connections: list[Connection] = []
+        self.processes: list[ForkServerProcess] = []
+        self._finished: set[int] = set()
+
+    def _start_all(self, look: Callable[[], None]) -> None:
+        """Both the server and hundreds of workers take their time: `look` is called all the while."""
+        with _told_as_failure("The workers"):
+            _ensure_server()
+        deadline = time.monotonic() + SECONDS_TO_LOAD
+        while not _server_is_ready() and time.monotonic() < deadline:
+            look()
+            time.sleep(SECONDS_BETWEEN_STARTS)
+        for rank in range(self.num_workers):
+            process, connection, pulse = self._start(rank, self._args)
+            self.processes.append(process)
+            self.connections.append(connection)
+            self._pulses.append(pulse)
+            look()
+            beat()
+
+    def _start(self, rank: int, args: Sequence[Any]) -> tuple[ForkServerProcess, Connection, Pulse]:
+        context = multiprocessing.get_context("forkserver")
+        with _told_as_failure(f"Worker {rank}"), contextlib.ExitStack() as if_it_fails:
+            ours, theirs = context.Pipe(duplex=False)
+            if_it_fails.callback(ours.close)
+            with theirs:
+                with contextlib.suppress(OSError):  # the user has many pipes
+                    fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, self._bytes_unheard)
+                pulse = Pulse()
+                if_it_fails.callback(pulse.close)
+                call = (self._target, rank, theirs, self._cores[rank], pulse, tuple(args))
+                process = context.Process(target=_main, args=call, name=f"rlcb-worker-{rank}", daemon=True)
+                _ensure_server()
+                process.start()
+            if_it_fails.pop_all()
+        return process, ours, pulse
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def messages(self, look: Callable[[], None], patience: float = SECONDS_BETWEEN_LOOKS) -> Iterator[tuple[int, Any]]:
+        """(rank, message) as they come, until every worker has finished; calls `look` at least every `patience`.
+
+        Raises the error of the first worker that fails.
+        """
+        self._start_all(look)
+        while len(self._finished) < self.num_workers:
+            open_connections = [c for rank, c in enumerate(self.connections) if rank not in self._finished]
+            for ready in multiprocessing.connection.wait(open_connections, timeout=patience):
+                rank = self.connections.index(ready)  # type: ignore[arg-type]
+                try:
+                    kind, content = self.connections[rank].recv()
+                except (EOFError, OSError):  # at the end of a message, or in the middle of one
+                    kind, content = "died", self._how_it_ended(rank)
+                if kind == "message":
+                    yield rank, content
+                    continue
+                try:
+                    self._note(rank, kind, content)
+                except TrainingFailedError:
+                    yield from self._said_before()
+                    raise
+            look()
+            beat()
+            for rank in self._watchdog.hung(self._pulses, but=self._finished):
+                pid = self.processes[rank].pid or 0
+                self._lost(rank, self._watchdog.sentence(self._pulses[rank].stack_of(pid)))
+
+    def _note(self, rank: int, kind: str, content: str) -> None:
+        """A worker has come to an end."""
+        if kind == "finished":
+            self._finished.add(rank)
+        elif kind == "wrong input":
+            raise UserError(content)
+        elif kind == "failed":
+            raise TrainingFailedError(content)
+        else:
+            self._lost(rank, f"crashed:\n{content}" if kind == "crashed" else content)
+
+    def _said_before(self) -> Iterator[tuple[int, Any]]:
+        """Before the run ends with an error: what workers have said and nobody has heard, a checkpoint maybe."""
+        deadline = time.monotonic() + SECONDS_TO_LISTEN
+        for rank, connection in enumerate(self.connections):
+            with contextlib.suppress(EOFError, OSError):
+                while connection.poll() and time.monotonic() < deadline:
+                    kind, content = connection.recv()
+                    if kind == "message":
+                        yield rank, content
+
+    def _how_it_ended(self, rank: int) -> str:
+        process = self.processes[rank]
+        process.join(timeout=5)
+        code = process.exitcode
+        if code is None or code >= 0:
+            return f"ended with status {code}"
+        hint = " (is the machine out of memory? use fewer workers)" if -code == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{hint}"
+
+    def _lost(self, rank: int, how: str) -> None:
+        args = self._replace(rank, how)
+        process = self.processes[rank]
+        process.kill()  # it may be on its way out still
+        if args is None:
+            self._finished.add(rank)
+            return
+        process.join(timeout=SECONDS_TO_DIE)
+        fresh = self._start(rank, args)  # may fail; until then the pool holds the old one, which __exit__ can end
+        _bury(process)
+        self.connections[rank].close()
+        self._pulses[rank].close()
+        self.processes[rank], self.connections[rank], self._pulses[rank] = fresh
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for rank, process in enumerate(self.processes):
+            if error is None and rank in self._finished:
+                process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+        for process in self.processes:
+            _bury(process)
+        for connection in self.connections:
+            connection.close()
+        for pulse in self._pulses:
+            pulse.close()
+
+
+@contextlib.contextmanager
+def _told_as_failure(who: str) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise TrainingFailedError(
+            f"{who} could not be started ({error or 'the process that starts workers is gone'}); is the machine out of "
+            "memory, of processes or of open files (ulimit -u, ulimit -n)? The last checkpoint is intact."
+        ) from None
+
+
+def _bury(process: ForkServerProcess) -> None:
+    """It was killed. One that the kernel cannot end (a disk that does not answer) is not waited for for ever."""
+    process.join(timeout=SECONDS_TO_DIE)
+    if process.exitcode is not None:
+        process.close()
+    else:  # nor by Python, which waits for all its children when it ends
+        getattr(multiprocessing.process, "_children", set()).discard(process)
+
+
+def end_of(name: str, how: str) -> TrainingFailedError:
+    """The error that ends a run because a process died or, with its traceback behind it, crashed."""
+    comfort = "" if "\n" in how else "; the last checkpoint is intact, and --resume goes on from it."
+    return TrainingFailedError(f"{name} {how}{comfort}")
+
+
+def _end_the_run(rank: int, how: str) -> None:
+    raise end_of(f"Worker {rank}", how)
+
+
+def _main(
+    target: Callable[..., None], rank: int, connection: Connection, core: int | None, pulse: Pulse,
+    args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """The life of a worker process."""
+    die_with_parent(IMPORTED_BY)
+    name_process(f"rlcb-worker-{rank}")
+    pulse.begin()
+    leave_orders_to_parent()
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    try:
+        attach(rank)
+        target(rank, connection, *args)
+        connection.send(("finished", None))
+    except UserError as error:
+        _report(connection, "wrong input", str(error))
+    except TrainingFailedError as error:
+        _report(connection, "failed", str(error))
+    except BaseException:
+        _report(connection, "crashed", traceback.format_exc())
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    connection.close()
+    os._exit(0)  # skip the destructors of native libraries: nothing is left to save
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when its parent, of that id, is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Give this process a name for ps and top, up to 15 characters."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def _report(connection: Connection, kind: str, content: str) -> None:
+    with contextlib.suppress(OSError):
+        connection.send((kind, content))

@@ -1,0 +1,54 @@
+"""Where the processes of a run spend their time: each writes a row of a shared table, anyone may read it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def layout(num_processes: int) -> Layout:
+    """Seconds of each phase, of wall time and of CPU time."""
+    return {"times": ((num_processes, len(PHASES) + 2), torch.float64)}
+
+
+class TimeKeeper:
+    """One process's row. A process that takes the place of one that died goes on from that one's row."""
+
+    def __init__(self, row: Tensor, clock: PhaseClock) -> None:
+        self.row, self.clock = row, clock
+        self._before = row.clone()
+        self.start()
+
+    def start(self) -> None:
+        """Time counts from here."""
+        self.clock.seconds = dict.fromkeys(PHASES, 0.0)
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._started
+
+    def write(self) -> None:
+        here = [*self.clock.seconds.values(), self.elapsed, time.process_time() - self._cpu_started]
+        self.row.copy_(self._before + torch.tensor(here, dtype=torch.float64))
+
+
+def mean_phases(table: Tensor, before: dict[str, float]) -> dict[str, float]:
+    """Seconds of each phase, mean over the processes, after those before a resume."""
+    means = table[:, : len(PHASES)].mean(0).tolist()
+    return {name: before[name] + seconds for name, seconds in zip(PHASES, means, strict=True)}
+
+
+def cpu_seconds(table: Tensor) -> float:
+    return float(table[:, -1].sum())
+
+
+def waits(table: Tensor) -> list[float]:
+    """Return how many seconds these processes have waited, and how many they have lived."""
+    return [float(table[:, PHASES.index("waiting")].sum()), float(table[:, -2].sum())]

@@ -1,0 +1,69 @@
+"""Memory that the processes of one run share, and that no run can leave behind.
+
+It is a memfd: it has no name in any filesystem, so it is gone with the last process that holds it, however that
+process ends, and the size of /dev/shm does not limit it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import multiprocessing.context
+import multiprocessing.reduction
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark.core.errors import UserError
+
+ALIGNMENT = 4096
+CACHE_LINE = 8  # of 8-byte numbers: rows that different processes write do not share one
+
+
+class SharedTensors:
+    """Named tensors in one piece of shared memory. Handed to a spawned process, they are the same memory there."""
+
+    _tensors: dict[str, Tensor]
+
+    def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self._layout = layout
+        self._fd = os.memfd_create("rl_cluster_benchmark", os.MFD_CLOEXEC)
+        size = sum(_size(shape, dtype) for shape, dtype in layout.values())
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            raise UserError(
+                f"{size / 2**20:,.1f} MiB of shared memory cannot be had ({error.strerror}); a limit of the size of "
+                "files (ulimit -f) holds for it, too."
+            ) from None
+        self._map()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def close(self) -> None:
+        """Give up this process's hold on the memory; tensors taken from it keep it mapped until they are gone."""
+        self._tensors = {}
+        os.close(self._fd)
+
+    def _map(self) -> None:
+        memory = mmap.mmap(self._fd, 0)
+        self._tensors, offset = {}, 0
+        for name, (shape, dtype) in self._layout.items():
+            count = math.prod(shape)
+            self._tensors[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+            offset += _size(shape, dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layout": self._layout, "fd": multiprocessing.reduction.DupFd(self._fd)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._layout, self._fd = state["layout"], state["fd"].detach()
+        self._map()
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes, rounded up so that the next tensor starts on a page of its own."""
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT

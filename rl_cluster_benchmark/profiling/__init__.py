@@ -1,0 +1,1 @@
+"""What a process of a run that is profiled measures about itself."""

@@ -1,1 +1,0 @@
-"""`rlcb scaling`: how training speeds up with workers, and whether the machine or this program sets the limit."""

@@ -1,1 +1,0 @@
-"""`rlcb search`: hyperparameter search, with Optuna as the sampler and ordinary runs as trials."""

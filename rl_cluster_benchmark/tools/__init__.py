@@ -1,0 +1,1 @@
+"""What the commands do besides training: each tool reads runs or starts them."""

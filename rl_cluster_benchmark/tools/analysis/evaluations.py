@@ -1,0 +1,203 @@
+"""The evaluations beside a run: which are of it. One of another agent, or of what the run was before, is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.directory import CLIPS, RunDirectory
+from rl_cluster_benchmark.tools.analysis.run_files import (
+    Amount,
+    Checkpoint,
+    Count,
+    Number,
+    Summary,
+    Text,
+    UnusableRunError,
+    first_problem,
+    is_inside,
+    read_inside,
+)
+from rl_cluster_benchmark.tools.evaluation.video import mark_of_clip
+
+NOT_PLAYED = ("seed", "num_envs")  # of the section env: an evaluation has a seed of its own, and its own number
+MAX_FILES = 100  # evaluations in a directory
+MAX_CLIP = 3_000_000  # bytes
+CLIP_TYPES = {b"GIF8": "image/gif", b"RIFF": "image/webp"}
+
+
+class Origin(BaseModel):
+    """What an evaluation is of."""
+
+    policy: Literal["trained", "random"]
+    checkpoint: Checkpoint
+    run_id: Text | None = None
+    env: dict[str, Any]
+    git_commit: Text | None = None
+    versions: dict[str, Text] = {}
+
+
+class Evaluation(BaseModel):
+    """What `rlcb evaluate --json` writes."""
+
+    mean_reward: Number
+    std_reward: Amount
+    min_reward: Number
+    max_reward: Number
+    mean_length: Amount
+    std_length: Amount
+    num_episodes: Annotated[Count, Field(ge=1)]
+    ci95: tuple[Number, Number]
+    normalized_score: Number | None = None
+    levels: Literal["train", "test", "all"]
+    seed: int = 0
+    deterministic: bool = False
+    env: str
+    origin: Origin | None = None  # older files do not say
+
+
+def how_played(found: Sequence[Evaluation]) -> tuple[str, str]:
+    """Return (number of episodes, how actions were chosen) of some evaluations, in words."""
+    fewest, most = (pick(evaluation.num_episodes for evaluation in found) for pick in (min, max))
+    ways = {"the likeliest action" if evaluation.deterministic else "sampled actions" for evaluation in found}
+    how = ways.pop() if len(ways) == 1 else "sampled actions in some, the likeliest action in others"
+    return str(most) if fewest == most else f"{fewest} to {most}", how
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The evaluations that are of a run, by their levels, and (file, reason) of those, and of a clip, that are not."""
+
+    found: dict[str, Evaluation]
+    left_out: list[tuple[Path, str]]
+
+
+def load_evaluations(path: Path, config: Config, summary: Summary) -> Evaluations:
+    """Of several on the same levels, one that names its checkpoint, then the one with most episodes."""
+    last = last_checkpoint(path, config, summary)
+    found: dict[str, Evaluation] = {}
+    left_out: list[tuple[Path, str]] = []
+    for file in sorted(path.glob("eval*.json"))[:MAX_FILES]:
+        try:
+            evaluation = _read(path, file)
+            if evaluation is None:
+                continue  # another program's file
+            _require_of_run(evaluation, config, summary, last)
+        except UnusableRunError as error:
+            left_out.append((file, str(error)))
+            continue
+        known = found.get(evaluation.levels)
+        if known is None or _rank(known) < _rank(evaluation):
+            found[evaluation.levels] = evaluation
+    try:
+        load_clip(path, config, summary)
+    except UnusableRunError as error:
+        left_out.append((path, str(error)))
+    return Evaluations(found, left_out)
+
+
+def _rank(evaluation: Evaluation) -> tuple[bool, int]:
+    return evaluation.origin is not None, evaluation.num_episodes
+
+
+def _read(path: Path, file: Path) -> Evaluation | None:
+    content = read_inside(path, file) or b""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        raise UnusableRunError("is damaged") from None
+    if not isinstance(data, dict) or "mean_reward" not in data:
+        return None
+    try:
+        return Evaluation.model_validate(data)
+    except ValidationError as error:
+        raise UnusableRunError(f"is damaged ({first_problem(error)})") from None
+
+
+def last_checkpoint(path: Path, config: Config, summary: Summary) -> Checkpoint | None:
+    """Return what the run ended with: as its summary says, or, if that is older than this, the newest file there is."""
+    if summary.checkpoint is not None:
+        return summary.checkpoint
+    directory = RunDirectory.of(config.model_copy(update={"output_dir": str(path)}))
+    files = [directory.final_checkpoint(), *directory.step_checkpoints()]
+    if summary.state != "finished":  # a final one is of an end before that, and the run has gone on since
+        files = [*files[1:], files[0]]
+    for file in files:
+        digest = checkpoint.digest_of(file) if is_inside(path, file) else None
+        if digest is not None:
+            return Checkpoint(digest=digest, steps=summary.total_timesteps)
+    return None
+
+
+def _require_of_run(evaluation: Evaluation, config: Config, summary: Summary, last: Checkpoint | None) -> None:
+    """Raise unless the evaluation is of the agent that the run ended with, on the run's own task."""
+    origin = evaluation.origin
+    if evaluation.env != config.env.name:
+        raise UnusableRunError(f"is of {evaluation.env}, the run of {config.env.name}")
+    if origin is None:
+        if summary.run_id is not None:
+            raise UnusableRunError("does not say which checkpoint it is of; evaluate again")
+        return
+    if origin.policy == "random":
+        raise UnusableRunError("is of a random policy, not of the run's agent")
+    for key, value in config.env.model_dump().items():
+        if key not in NOT_PLAYED and origin.env.get(key, value) != value:
+            raise UnusableRunError(
+                f"was played with env.{key} = {str(origin.env[key])[:40]}, the run has {value}; evaluate again"
+            )
+    if last is None:
+        if summary.run_id is None and origin.run_id is None and origin.checkpoint.steps == summary.total_timesteps:
+            return  # an older run without --output-dir: its checkpoints are elsewhere, and its summary names none
+        raise UnusableRunError(
+            f"is of a checkpoint (at {origin.checkpoint.steps:,.0f} steps) that cannot be compared with the run's "
+            "last: its checkpoints are not in its directory, and its summary names none"
+        )
+    if origin.checkpoint.digest != last.digest:
+        raise UnusableRunError(
+            f"is of another checkpoint (at {origin.checkpoint.steps:,.0f} steps; "
+            f"the run's last is at {last.steps:,.0f}); evaluate again"
+        )
+
+
+def load_clip(path: Path, config: Config, summary: Summary) -> tuple[str, bytes] | None:
+    """Return (type, content) of the first clip that shows the run's agent, None if there is no clip.
+
+    Raise UnusableRunError, with what is wrong with the first one, if there are clips and none shows it.
+    """
+    problem = None
+    for name in CLIPS:
+        try:
+            content = read_inside(path, path / name, limit=MAX_CLIP, too_large="too large for a page")
+            kind = CLIP_TYPES.get(content[:4]) if content else None
+            if content is not None and kind is not None:
+                _require_clip_of_run(name, content, summary, last_checkpoint(path, config, summary))
+                return kind, content
+        except UnusableRunError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return None
+
+
+def _require_clip_of_run(name: str, content: bytes, summary: Summary, last: Checkpoint | None) -> None:
+    """Raise unless the clip shows the agent that the run ended with, or is of an older version, as the run is."""
+    mark = mark_of_clip(content)
+    if mark is None:
+        if summary.run_id is not None:
+            raise UnusableRunError(f"{name} does not say which checkpoint it shows; record it again")
+        return
+    digest, policy = mark
+    if policy == "trained" and last is None:
+        raise UnusableRunError(
+            f"{name} shows a checkpoint that cannot be compared with the run's last: its checkpoints are not in its "
+            "directory, and its summary names none"
+        )
+    if policy != "trained" or last is None or digest != last.digest:
+        raise UnusableRunError(f"{name} does not show the run's last checkpoint; record it again")

@@ -1,0 +1,203 @@
+"""Runs as they lie on the disk, in whatever state: running, finished, interrupted, failed, or no run at all.
+
+Nothing is written or locked for longer than a look, no path that a file names is followed, and no file is read that
+lies outside the run's own directory: run directories may come from strangers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.text import plain
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
+from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation, load_evaluations
+from rl_cluster_benchmark.tools.analysis.run_files import (
+    Summary,
+    UnusableRunError,
+    load_config,
+    load_series,
+    load_summary,
+    summary_of,
+)
+from rl_cluster_benchmark.tools.analysis.series import Series
+
+State = Literal["running", "finished", "interrupted", "failed"]
+
+MARKS = ("config.yaml", "training_summary.json", "benchmark_metrics.json", "metrics.jsonl")
+MAX_DEPTH = 6
+NO_RUNS_BELOW = ("venv", "node_modules", "__pycache__")
+MAX_RUNS = 10_000
+KILLED = "it ended without a summary: killed, or the machine went down"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    path: Path
+    config: Config
+    state: State
+    reason: str | None
+    summary: Summary  # of the file, or made from the log while there is none
+    series: Series
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)  # by levels
+    left_out: tuple[LeftOut, ...] = ()  # evaluations that are not of it
+    doubts: tuple[str, ...] = ()  # what in its files does not go together
+
+    @property
+    def algorithm(self) -> str:
+        return ALGORITHM_NAMES.get(self.config.algorithm, self.config.algorithm.upper())
+
+    @property
+    def mode(self) -> str:
+        return self.config.mode
+
+    @property
+    def game(self) -> str:
+        return self.config.env.game or self.config.env.name
+
+    @property
+    def seed(self) -> int:
+        return self.config.env.seed
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Return what a copy has in common with the run, and no other run has: not even a copy that went on."""
+        s = self.summary
+        measured = (s.duration_hours, s.avg_fps, s.final_fps, s.peak_memory_gb)
+        return (s.run_id, s.total_timesteps, s.total_updates, *measured)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return plain(f"{self.path}: {self.reason}")
+
+
+def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[RunRecord], list[LeftOut]]:
+    """The runs in these directories (or in those below them), and what was left out, with the reason."""
+    runs: list[RunRecord] = []
+    left_out: list[LeftOut] = []
+    known: dict[object, Path] = {}
+    for path in dict.fromkeys(run for given in paths for run in _expand(given)):
+        try:
+            place = os.path.realpath(path)
+            if known.setdefault(place, path) is not path:
+                raise UnusableRunError(f"is {known[place]} by another name; a run counts once")
+            run = load_run(path)
+            require_usable(run, unfinished)
+            if known.setdefault(run.identity, path) is not path:
+                raise UnusableRunError(f"is a copy of {known[run.identity]}; a run counts once")
+            runs.append(run)
+            left_out += run.left_out
+        except UnusableRunError as error:
+            left_out.append(LeftOut(path, str(error)))
+    return runs, left_out
+
+
+def require_usable(run: RunRecord, unfinished: bool) -> None:
+    if not len(run.series["step"]):
+        raise UnusableRunError(f"{run.state}, no update is in its log")
+    if run.state != "finished" and not unfinished:
+        why = f" ({run.reason})" if run.reason else ""
+        raise UnusableRunError(f"{run.state}{why}; --unfinished takes it in as it is")
+
+
+def _expand(path: Path) -> list[Path]:
+    if is_run(path):
+        return [path]
+    return list(find_runs(path)) or [path]
+
+
+def is_run(path: Path) -> bool:
+    try:
+        is_starting = (path / ".lock").is_file() and (path / "checkpoints").is_dir()
+        return is_starting or any((path / mark).is_file() for mark in MARKS)
+    except OSError:  # a directory that may not be entered
+        return False
+
+
+def find_runs(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
+    """Directories that look like a run, in order of their names; links are not followed."""
+    yield from itertools.islice(_walk(root, depth), MAX_RUNS)
+
+
+def _walk(root: Path, depth: int) -> Iterator[Path]:
+    if is_run(root):
+        yield root
+        return
+    try:
+        entries = [entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return
+    for name in sorted(entries) if depth > 0 else ():
+        if name.startswith(".") or name in NO_RUNS_BELOW:
+            continue
+        yield from _walk(root / name, depth - 1)
+
+
+def load_run(path: Path) -> RunRecord:
+    """Return the run in a directory; raise UnusableRunError with the reason, whatever is wrong with its files."""
+    try:
+        return _load_run(path)
+    except UnusableRunError:
+        raise
+    except Exception as error:  # one stranger's run must not keep the others from being read
+        raise UnusableRunError(f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _load_run(path: Path) -> RunRecord:
+    if not path.exists():
+        raise UnusableRunError("does not exist")
+    if not path.is_dir():
+        raise UnusableRunError("is a file, not the directory of a run")
+    if not is_run(path):
+        raise UnusableRunError("holds no run: none of " + ", ".join(MARKS) + " is in it")
+    running = is_running(path)
+    config = load_config(path, running)
+    series = load_series(path, config)
+    summary = load_summary(path, config)
+    last = series["update"][-1] if len(series["update"]) else 0
+    if running or summary is None or summary.total_updates < last:
+        current = summary_of(series, "interrupted")
+        state: State = "running" if running else "interrupted"
+        return RunRecord(path, config, state, None if running else KILLED, current, series)
+    evaluations = load_evaluations(path, config, summary)
+    return RunRecord(
+        path, config, summary.state, summary.reason, summary, series, evaluations.found,
+        tuple(LeftOut(file, reason) for file, reason in evaluations.left_out), tuple(_doubts(config, summary, last)),
+    )  # fmt: skip
+
+
+def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
+    """The log ends where the summary says that the run did, or at most an interval of logging before."""
+    missing = summary.total_updates - last_logged
+    if last_logged and missing >= config.training.log_interval:
+        ends = f"its log ends at update {last_logged:,.0f}, its summary at {summary.total_updates:,.0f}"
+        return [f"{ends}: the log is of another run, or cut short"]
+    return []
+
+
+def is_running(path: Path) -> bool:
+    """Does a process hold the run's lock? A shared lock, tried for a moment, tells."""
+    try:
+        lock = os.open(path / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False

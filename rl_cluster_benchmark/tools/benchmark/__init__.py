@@ -1,0 +1,1 @@
+"""A matrix of runs, trained and evaluated one after the other."""

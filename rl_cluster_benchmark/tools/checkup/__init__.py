@@ -1,0 +1,1 @@
+"""The doctor's look at several machines at once."""

@@ -1,0 +1,1 @@
+"""Starting a run on several machines: locally, with ssh, SLURM, PBS or Ray."""

@@ -1,0 +1,1 @@
+"""Where a run spends its time, and what limits it."""

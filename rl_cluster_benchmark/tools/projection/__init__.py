@@ -1,0 +1,1 @@
+"""How training would scale on more machines, from what one machine measured."""

@@ -1,0 +1,195 @@
+"""`rlcb scaling --project`: from measurements on this machine to many machines, as a table, JSON, CSV and a picture."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import io
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core import text
+from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
+from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.run.directory import lock_directory
+from rl_cluster_benchmark.tools.projection import inputs
+from rl_cluster_benchmark.tools.projection.inputs import Measured
+from rl_cluster_benchmark.tools.scaling import model
+
+FILES = ("projection.json", "projection.csv", "projection.png")
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
+GOOD = 0.8
+
+
+@dataclass(frozen=True)
+class Settings:
+    nodes: Sequence[int]
+    seconds: float
+    output_dir: Path
+    overwrite: bool
+    measured: Path | None  # an earlier projection.json, instead of measuring
+    network: Path | None  # what `rlcb doctor --cluster --json` wrote
+    bandwidth: float | None  # bits per second
+    round_trip: float | None  # seconds
+    spread: float | None  # relative standard deviation of the machines' speeds
+
+
+def project(config: Config, settings: Settings, signals: Signals) -> int:
+    """Measure, project, print, write; returns the exit status."""
+    lock = lock_directory(settings.output_dir)
+    try:
+        if not settings.overwrite and any((settings.output_dir / name).exists() for name in FILES):
+            raise UserError(
+                f"{settings.output_dir} already holds a projection; add --overwrite to replace it, or choose another "
+                "--output-dir."
+            )
+        given = inputs.from_doctor(settings.network) if settings.network else None
+        with contextlib.suppress(KeyboardInterrupt):
+            report = make_report(_measured(config, settings, signals), settings, given)
+            print("\n".join(lines(report)), flush=True)
+            write_files(settings.output_dir, report)
+            print(f"\nSaved {', '.join(str(settings.output_dir / name) for name in FILES)}", flush=True)
+    finally:
+        os.close(lock)
+    return 0 if signals.received is None else 128 + signals.received
+
+
+def _measured(config: Config, settings: Settings, signals: Signals) -> Measured:
+    if settings.measured is not None:
+        return Measured.from_file(settings.measured)
+    print(f"Training on this machine alone for {settings.seconds:g} s after the first update ...", flush=True)
+    with tempfile.TemporaryDirectory(prefix=".projection-", dir=settings.output_dir) as folder:
+        return inputs.measure_here(config, settings.seconds, Path(folder), lambda: signals.received is not None)
+
+
+def make_report(
+    measured: Measured, settings: Settings, given: tuple[model.Network, float] | None = None
+) -> dict[str, Any]:
+    between = settings.spread if settings.spread is not None else given[1] if given else measured.spread.between
+    spread = replace(measured.spread, between=between)
+    networks = _networks(measured, settings, given[0] if given else None)
+    strategies = model.STRATEGIES if measured.run["algorithm"] in ("PPO", "A2C") else (model.ASYNCHRONOUS,)
+    rows = [
+        _row(name, strategy, count, measured, network, spread)
+        for name, network in networks.items()
+        for strategy in strategies
+        for count in settings.nodes
+    ]
+    return {
+        "measured": measured.to_dict(),
+        "spread": vars(spread),
+        "networks": {name: vars(network) for name, network in networks.items()},
+        "strategies": list(strategies),
+        "nodes": list(settings.nodes),
+        "rows": rows,
+        "assumptions": list(model.ASSUMPTIONS),
+        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _networks(measured: Measured, settings: Settings, given: model.Network | None) -> dict[str, model.Network]:
+    if given is not None:
+        return {"measured": given}
+    known = inputs.TYPICAL
+    if settings.bandwidth is not None or settings.round_trip is not None:
+        figures = (settings.round_trip or 0.0, settings.bandwidth or 1e15)
+        known = {f"{figures[1] / 1e9:g} Gbit/s, {1e3 * figures[0]:g} ms": figures}
+        if settings.bandwidth is None:
+            known = {f"{1e3 * figures[0]:g} ms": figures}
+    return {
+        name: inputs.typical(measured.software, round_trip=round_trip, bits_per_second=rate)
+        for name, (round_trip, rate) in known.items()
+    }
+
+
+def _row(
+    name: str, strategy: str, nodes: int, measured: Measured, network: model.Network, spread: model.Spread
+) -> dict[str, Any]:
+    found = model.project(strategy, nodes, measured.work, network, spread, sync_every=measured.sync_every)
+    return {
+        "network": name,
+        "strategy": strategy,
+        "nodes": nodes,
+        "minibatch": measured.batch * (nodes if strategy in model.IN_STEP else 1),
+        "steps_per_second": found.steps_per_second,
+        "efficiency": found.efficiency,
+        "update_seconds": found.seconds,
+        "work_seconds": found.work,
+        "waiting_seconds": found.waiting,
+        "communication_seconds": found.communication,
+        "updates_between_averages": model.updates_between_averages(
+            strategy, nodes, measured.work, network, sync_every=measured.sync_every
+        ),
+    }
+
+
+def rows_of(report: dict[str, Any], network: str, strategy: str) -> list[dict[str, Any]]:
+    return [row for row in report["rows"] if (row["network"], row["strategy"]) == (network, strategy)]
+
+
+def facts(report: dict[str, Any]) -> list[str]:
+    """What was measured, and so stands behind every figure."""
+    measured = report["measured"]
+    work, run, software, spread = measured["work"], measured["run"], measured["software"], report["spread"]
+    seconds = work["rollout_seconds"] + work["minibatches"] * work["minibatch_seconds"]
+    return [
+        f"{run['algorithm']} on {run['env']}, one machine with {run['num_workers']} workers ({run['cpu_model']}): "
+        f"{work['steps'] / seconds:,.0f} steps/s, {run['updates']} updates measured",
+        f"An update: {seconds:.2f} s = rollout {work['rollout_seconds']:.2f} s + {work['minibatches']} minibatches of "
+        f"{measured['batch']:,} samples, {1e3 * work['minibatch_seconds']:.1f} ms each; "
+        f"a gradient has {work['vector_bytes'] / 1e6:.1f} MB",
+        f"Speed varies by {spread['jitter']:.1%} from update to update, and is taken to differ by "
+        f"{spread['between']:.1%} between machines",
+        f"Gloo itself, between two processes here: {1e6 * software['latency']:.0f} µs a hop, "
+        f"{software['bandwidth'] * 8 / 1e9:.1f} Gbit/s",
+    ]
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The whole answer on a screen."""
+    out = ["", *facts(report)]
+    strategies = report["strategies"]
+    for network in report["networks"]:
+        size = "minibatch" if len(strategies) == 1 else f"minibatch ({strategies[0]})"
+        head = ["machines", size, *strategies]
+        by_strategy = [rows_of(report, network, strategy) for strategy in strategies]
+        cells = [
+            [f"{same[0]['nodes']:,}", f"{same[0]['minibatch']:,}"]
+            + [f"{row['steps_per_second']:,.0f} ({row['efficiency']:.0%})" for row in same]
+            for same in zip(*by_strategy, strict=True)
+        ]
+        out += ["", f"{network}: steps/s (share of that many times one machine)", *text.table(head, cells)]
+        out.append(f"{GOOD:.0%} is kept up to {reach(report, network)}.")
+    return [*out, "", "Assumed:", *(f"- {sentence}" for sentence in report["assumptions"])]
+
+
+def reach(report: dict[str, Any], network: str) -> str:
+    """How many machines each strategy is good for."""
+    words = []
+    for strategy in report["strategies"]:
+        kept = 1
+        for row in rows_of(report, network, strategy):
+            if row["efficiency"] < GOOD:
+                break
+            kept = row["nodes"]
+        words.append(f"{kept:,} {'machine' if kept == 1 else 'machines'} with {strategy}")
+    return ", ".join(words)
+
+
+def write_files(folder: Path, report: dict[str, Any]) -> None:
+    from rl_cluster_benchmark.tools.projection.projection_plot import draw
+
+    write_json(folder / "projection.json", report)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(report["rows"][0]))
+    writer.writeheader()
+    writer.writerows(report["rows"])
+    write_atomically(folder / "projection.csv", out.getvalue().encode())
+    write_atomically(folder / "projection.png", draw(report, facts(report)))

@@ -1,0 +1,1 @@
+"""Showing runs and comparisons: tables, plots and pages."""

@@ -1,0 +1,156 @@
+"""The figures of a sweep: a row for each number of workers, as a table, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
+from rl_cluster_benchmark.tools.scaling.cases import Case
+from rl_cluster_benchmark.tools.scaling.measured_runs import Rate
+
+QUIET = 0.95  # of a core for each single-threaded run; less means that something else had the rest
+FILES = ("scaling.json", "scaling.csv", "scaling.png")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Both ways of a case, measured in turns."""
+
+    together: Rate
+    independents: list[Rate]
+
+    @property
+    def independent_fps(self) -> float:
+        return sum(rate.fps for rate in self.independents)
+
+    @property
+    def of_machine(self) -> float:
+        """What the workers make of what the cores give when nobody waits for anybody."""
+        return self.together.fps / self.independent_fps
+
+    @property
+    def independent_cpu(self) -> float:
+        """Cores that an independent run had, on average."""
+        return sum(rate.busy_cores for rate in self.independents) / len(self.independents)
+
+    @property
+    def of_slowest(self) -> float:
+        """The same if all kept step with the slowest independent run, each doing its own share."""
+        return min(rate.fps for rate in self.independents) * len(self.independents) / self.independent_fps
+
+
+def make_rows(cases: Sequence[Case], rounds: Sequence[Sequence[Round]]) -> list[dict[str, Any]]:
+    """Of every case that has been measured, medians over its rounds. The first case has one worker."""
+    rows: list[dict[str, Any]] = []
+    for case, measured in zip(cases, rounds, strict=True):
+        if not measured:
+            break
+        fps = median(r.together.fps for r in measured)
+        independent_fps = median(r.independent_fps for r in measured)
+        one = rows[0] if rows else {"fps": fps, "independent_fps": independent_fps}
+        memories = [r.together.summary["memory_per_worker_mb"] or 0.0 for r in measured]
+        rows.append(
+            {
+                "workers": case.workers,
+                "num_envs": case.num_envs,
+                "envs_per_worker": case.envs_per_worker,
+                "fps": fps,
+                "independent_fps": independent_fps,
+                "of_machine": median(r.of_machine for r in measured),
+                "of_slowest": median(r.of_slowest for r in measured),
+                "speedup": fps / one["fps"],
+                "efficiency": fps / one["fps"] / case.workers,
+                "independent_speedup": independent_fps / one["independent_fps"],
+                "independent_efficiency": independent_fps / one["independent_fps"] / case.workers,
+                "independent_cpu": min(r.independent_cpu for r in measured),
+                "communication": median(r.together.shares["communication"] for r in measured),
+                "waiting": median(r.together.shares["waiting"] for r in measured),
+                "memory_per_worker_mb": max(memories),
+                "updates": sum(r.together.updates for r in measured),
+                "seconds": sum(r.together.seconds for r in measured),
+                "rounds": [_round_record(r) for r in measured],
+            }
+        )
+    return rows
+
+
+def _round_record(measured: Round) -> dict[str, Any]:
+    return {
+        "fps": measured.together.fps,
+        "independent_fps": [rate.fps for rate in measured.independents],
+        "of_machine": measured.of_machine,
+        "phase_shares": measured.together.shares,
+    }
+
+
+# (head, key, format)
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("workers", "workers", "d"),
+    ("envs each", "envs_per_worker", "d"),
+    ("FPS", "fps", ",.0f"),
+    ("independent", "independent_fps", ",.0f"),
+    ("of machine", "of_machine", ".1%"),
+    ("of slowest", "of_slowest", ".1%"),
+    ("speed-up", "speedup", ".2f"),
+    ("efficiency", "efficiency", ".1%"),
+    ("indep. eff.", "independent_efficiency", ".1%"),
+    ("comm.", "communication", ".1%"),
+    ("waiting", "waiting", ".1%"),
+    ("MB/worker", "memory_per_worker_mb", ".0f"),
+)
+LEGEND = """\
+FPS          environment steps per second, all workers together
+independent  the sum of as many single-worker runs side by side: the same work each, no communication
+of machine   the first over the second: what is kept of what the cores give
+of slowest   what would be kept if each did its own share in step with the slowest independent run
+efficiency   speed-up over one worker, divided by the workers; indep. eff. is that of the independent runs
+comm.        share of the time spent on summing, besides waiting for others"""
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [[head for head, _, _ in COLUMNS]]
+    cells += [[format(row[key], spec) for _, key, spec in COLUMNS] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """The most workers, in a sentence."""
+    last = rows[-1]
+    return (
+        f"{last['workers']} workers are {last['speedup']:.2f} times as fast as 1; {last['workers']} independent runs "
+        f"reach {last['independent_speedup']:.2f} times. The workers make {last['of_machine']:.1%} of what the machine "
+        f"gives."
+    )
+
+
+def disturbed(rows: Sequence[dict[str, Any]]) -> str | None:
+    """A word of warning when the cores were not ours alone."""
+    least = min(rows, key=lambda row: row["independent_cpu"])
+    if least["independent_cpu"] >= QUIET:
+        return None
+    return (
+        f"Warning: the independent runs of {least['workers']} had {least['independent_cpu']:.0%} of a core each: "
+        "something else was running, and these figures say little. Repeat them on a quiet machine."
+    )
+
+
+def write_files(folder: Path, report: dict[str, Any]) -> None:
+    """All three, whole; a sweep that goes on replaces them."""
+    from rl_cluster_benchmark.tools.scaling.scaling_plot import draw
+
+    rows = report["rows"]
+    write_json(folder / "scaling.json", report)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [key for key in rows[0] if key != "rounds"], extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(folder / "scaling.csv", text.getvalue().encode())
+    write_atomically(folder / "scaling.png", draw(report))

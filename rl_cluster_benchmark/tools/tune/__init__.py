@@ -1,0 +1,1 @@
+"""The fastest settings of a config on this machine."""

@@ -1,0 +1,103 @@
+"""A trial: `rlcb train` with one setting in a process of its own, measured for some seconds after its first update."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.tools.scaling.cases import MEASURED
+from rl_cluster_benchmark.tools.scaling.measured_runs import Rate, measure
+from rl_cluster_benchmark.tools.tune.tuning_space import Setting, Space
+
+SAMPLES_PER_UPDATE = 2048  # at least, where rollouts can be shortened: what belongs to an update alone stays small
+PATIENCE = 2.5  # times the fastest trial's time, start included, after which a trial is given up
+
+
+def short_updates(config: Config) -> Config:
+    """The same work for each step in shorter updates: PPO with fewer steps in a rollout and the same minibatches."""
+    if config.algorithm != "ppo":
+        return config  # the rollout is the batch
+    smallest = config.batch_size // math.gcd(config.batch_size, config.env.num_envs)
+    times = max(1, math.ceil(SAMPLES_PER_UPDATE / (smallest * config.env.num_envs)))
+    n_steps = min(config.training.n_steps, smallest * times)
+    return config_files.build(config_files.to_dict(config), {"training.n_steps": n_steps}, source="trial")
+
+
+@dataclass
+class Trial:
+    """A setting, and what was seen of it."""
+
+    setting: Setting
+    rates: list[Rate] = field(default_factory=list)
+    problem: str | None = None  # why it has none
+
+    @property
+    def fps(self) -> float:
+        return median(rate.fps for rate in self.rates) if self.rates else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Half of the range, as a share of the median."""
+        speeds = [rate.fps for rate in self.rates]
+        return (max(speeds) - min(speeds)) / 2 / self.fps if self.rates else 0.0
+
+
+class Trials:
+    """Runs them, keeps them, and knows how much time is left."""
+
+    def __init__(
+        self, space: Space, folder: Path, *, seconds: float, deadline: float, interrupted: Callable[[], bool]
+    ) -> None:
+        """`deadline` by time.monotonic(): no trial goes on beyond it."""
+        self.space, self.folder, self.seconds, self.deadline = space, folder, seconds, deadline
+        self.interrupted = interrupted
+        self.tried: dict[Setting, Trial] = {}
+        self._durations: list[float] = []  # of whole trials
+        self._count = 0
+
+    def affordable(self, until: float | None = None) -> bool:
+        """Is there time for one more, by what they have taken?"""
+        expected = median(self._durations) if self._durations else 0.0
+        return time.monotonic() + 1.2 * expected < (until or self.deadline)
+
+    def run(self, setting: Setting) -> Trial:
+        """Once more; KeyboardInterrupt when somebody asks to end. A setting that fails or dawdles is not fatal."""
+        trial = self.tried.setdefault(setting, Trial(setting))
+        trial.problem = None
+        started = time.monotonic()
+        give_up = started + PATIENCE * min(self._durations) if self._durations else math.inf
+        give_up = min(give_up, self.deadline)
+        self._count += 1
+        place = self.folder / str(self._count)
+        cores = [os.sched_getaffinity(0)]  # the run pins its workers itself
+        config = short_updates(self.space.tuned(setting))
+        config = config_files.build(config_files.to_dict(config), MEASURED, source="trial")
+
+        def ended() -> bool:
+            return self.interrupted() or time.monotonic() > give_up
+
+        try:
+            trial.rates += measure([config], cores, place, seconds=self.seconds, interrupted=ended)
+            self._durations.append(time.monotonic() - started)
+        except KeyboardInterrupt:
+            if self.interrupted():
+                raise
+            took = time.monotonic() - started
+            why = "the time was up" if time.monotonic() >= self.deadline else "much slower than the others"
+            trial.problem = f"stopped after {took:.0f} s: {why}"
+        except (UserError, TrainingFailedError) as error:
+            if setting == self.space.default and not trial.rates:
+                raise  # the config itself does not run
+            trial.problem = str(error).splitlines()[0]
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        return trial

@@ -1,0 +1,31 @@
+"""Which execution a run on several machines has: `train` on the head, `follow` on every other machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_cluster_benchmark.cluster.rendezvous import Cluster
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster
+from rl_cluster_benchmark.execution.hogwild import hogwild_cluster
+from rl_cluster_benchmark.execution.in_step import distributed
+from rl_cluster_benchmark.machine.planning import Plan
+from rl_cluster_benchmark.run.run import Run
+
+
+class Execution(Protocol):
+    def train(self, run: Run, cluster: Cluster) -> None: ...
+
+    def follow(
+        self, cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]
+    ) -> None: ...
+
+
+EXECUTIONS: dict[str, Execution] = {
+    "ppo": distributed, "a2c": distributed, "a3c": hogwild_cluster, "impala": actor_learner_cluster
+}  # fmt: skip
+
+
+def of(config: Config) -> Execution:
+    return EXECUTIONS[config.algorithm]

@@ -1,0 +1,192 @@
+"""One machine's way through a distributed run: meet the others, agree on the work, train, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_cluster_benchmark.cluster import placement
+from rl_cluster_benchmark.cluster.deadline import limited as _limited
+from rl_cluster_benchmark.cluster.rendezvous import Cluster, meet
+from rl_cluster_benchmark.cluster.store import told_if_silent
+from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.atomic_files import cannot_write, temporary_name
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
+from rl_cluster_benchmark.core.stop import Interrupted, Signals
+from rl_cluster_benchmark.machine import planning
+
+CHUNK = 1 << 20  # of a checkpoint on its way through the store
+SECONDS_BEYOND = 30.0  # cluster.join_timeout, until a blocked process is ended
+SECONDS_TO_SEE_A_FILE = 15.0  # network filesystems show a new file late
+
+
+def train(config: Config, signals: Signals, node_rank: int | None, train_head: Callable[[Cluster], int]) -> int:
+    """Returns the exit status, or raises Interrupted.
+
+    `train_head` is what the head does, from its run directory to its summary.
+    """
+    place = placement.find(config, node_rank)
+    if place.num_nodes > 1:
+        who = "this machine" if place.rank is None else f"node {place.rank}"
+        print(
+            f"Waiting for {place.num_nodes} machines at {place.master_addr}:{place.master_port} "
+            f"({who}, from {place.source})",
+            flush=True,
+        )
+    with _limited(config.cluster.join_timeout + SECONDS_BEYOND, "The head's store did not answer any more."):
+        cluster = meet(config, place, signals)
+    with _told_to_others(cluster):
+        return train_head(cluster) if cluster.is_head else _follow(cluster)
+
+
+@contextlib.contextmanager
+def _told_to_others(cluster: Cluster) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, TrainingFailedError, OSError) as error:
+        cluster.membership.report_failure(str(error))
+        raise
+    except Interrupted:
+        cluster.membership.report_failure("a signal came before training began.")
+        raise
+    except BaseException as error:
+        cluster.membership.report_failure(f"{type(error).__name__}: {error}")
+        raise
+    cluster.membership.leave()
+
+
+def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, Any] | None) -> Config:
+    """The config with the machines that are here. A run that goes on keeps its environments, whoever shares them."""
+    num_nodes, per_worker = len(cluster.nodes), config.parallel.num_envs_per_worker
+    changes: dict[str, object] = {"cluster.num_workers": num_nodes, "mode": "distributed"}
+    if config.cluster.min_nodes is not None:
+        changes["cluster.min_nodes"] = min(config.cluster.min_nodes, num_nodes)
+    if per_worker is not None:
+        before = resumed_from["config"]["env"]["num_envs"] if resumed_from is not None else None
+        changes |= {
+            "env.num_envs": before or cluster.num_workers * per_worker,
+            "parallel.num_envs_per_worker": None,
+        }
+    agreed = config_files.build(config_files.to_dict(config), changes, source="this cluster")
+    if agreed.env.num_envs < cluster.num_workers:
+        raise UserError(
+            f"{agreed.env.num_envs} environments cannot be shared by the {cluster.num_workers} workers of "
+            f"{num_nodes} machines; use more --num-envs, or fewer --workers-per-node."
+        )
+    if agreed.env.num_envs < cluster.num_learners:
+        raise UserError(
+            f"The {cluster.num_learners} learners of {num_nodes} machines need as many environments, but there are "
+            f"{agreed.env.num_envs}; use more --num-envs, or fewer impala.num_learners."
+        )
+    return agreed
+
+
+@told_if_silent()
+def agree_on_work(
+    cluster: Cluster, config: Config, root: Path, checkpoint: Path | None, progress: dict[str, Any]
+) -> None:
+    """On the head: tell the others what to train and from where, and wait until all are ready to."""
+    token = temporary_name(root / f"seen-by-all-{uuid.uuid4().hex}")  # the next run removes what a kill leaves
+    content = checkpoint.read_bytes() if checkpoint is not None else b""
+    chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
+    for index, chunk in enumerate(chunks):
+        cluster.store.set(f"checkpoint/{index}", chunk)
+    try:
+        token.write_text(token.name)
+    except OSError as error:
+        raise cannot_write(token, error) from None
+    try:
+        cluster.publish(
+            "work",
+            {
+                "config": config_files.to_dict(config),
+                "progress": progress,
+                "chunks": len(chunks),
+                "token": str(token.resolve()),
+            },
+        )
+        with _limited(cluster.join_timeout + SECONDS_BEYOND, "A machine that had joined did not become ready."):
+            for rank in range(1, len(cluster.nodes)):
+                cluster.read(f"ready/{rank}")
+    finally:
+        token.unlink(missing_ok=True)
+        for index in range(len(chunks)):
+            cluster.store.delete_key(f"checkpoint/{index}")
+
+
+def send_home(cluster: Cluster) -> None:
+    """On the head: tell the others that the run has finished already, and wait until all have heard it."""
+    cluster.publish("work", None)
+    for rank in range(1, len(cluster.nodes)):
+        cluster.read(f"ready/{rank}")
+
+
+def _follow(cluster: Cluster) -> int:
+    from rl_cluster_benchmark.processes.watchdog import limit_of, watched
+    from rl_cluster_benchmark.training import executions
+
+    label = cluster.label(cluster.rank)
+    with _limited(cluster.join_timeout + SECONDS_BEYOND, "The head did not say what to do."):
+        work = cluster.read("work")
+    if work is None:
+        cluster.publish(f"ready/{cluster.rank}", True)
+        print(f"{label}: nothing is left to do", flush=True)
+        return 0
+    config = config_files.build(work["config"], {}, source="the head's config")
+    if config.cluster.shared_filesystem:
+        _check_sees(Path(work["token"]), label, cluster.nodes[0].name)
+    config, plan = config_of_this_node(config, cluster)
+    plan = planning.compiled(config, plan)
+    with _received_checkpoint(cluster, work["chunks"]) as path:
+        cluster.publish(f"ready/{cluster.rank}", True)
+        print(f"{label}: {cluster.nodes[cluster.rank].processes}, the head is {cluster.nodes[0].name}", flush=True)
+        with watched(limit_of(config), is_parent=True):
+            executions.of(config).follow(cluster, config, plan, path, work["progress"])
+    print(f"{label}: {'stopped by a signal' if cluster.signals.received else 'finished'}", flush=True)
+    return 0 if cluster.signals.received is None else 128 + cluster.signals.received
+
+
+def config_of_this_node(config: Config, cluster: Cluster) -> tuple[Config, planning.Plan]:
+    """The head's config is everybody's but for the number of workers and learners, which is each machine's own."""
+    this = cluster.nodes[cluster.rank]
+    own: dict[str, object] = {"parallel.num_workers": this.num_workers}
+    if this.num_learners:
+        own["impala.num_learners"] = this.num_learners
+    config = config_files.build(config_files.to_dict(config), own, source="this cluster")
+    return config, planning.plan(config)
+
+
+@contextlib.contextmanager
+def _received_checkpoint(cluster: Cluster, num_chunks: int) -> Iterator[Path | None]:
+    """The head's checkpoint as a file here, for as long as the run lasts."""
+    if num_chunks == 0:
+        yield None
+        return
+    with open(os.memfd_create("rlcb-checkpoint", os.MFD_CLOEXEC), "wb") as file:  # without a name that could be left
+        with told_if_silent():
+            for index in range(num_chunks):
+                file.write(cluster.store.get(f"checkpoint/{index}"))
+        file.flush()
+        yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+
+
+def _check_sees(token: Path, label: str, head: str) -> None:
+    deadline = time.monotonic() + SECONDS_TO_SEE_A_FILE
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(token.parent)  # asks a network filesystem anew
+            if token.read_text() == token.name:
+                return
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{label} does not see the run directory {token.parent} of the head ({head}): choose an --output-dir "
+                "on a filesystem that all machines share, or set cluster.shared_filesystem=false if only the head "
+                "needs it (a restart then needs the same head)."
+            )
+        time.sleep(0.2)
