@@ -41,10 +41,11 @@ fuzz: venv/.installed ## 100,000 made-up configs, checkpoints and logs each
 soak: venv/.installed ## train for an hour and watch memory, files, threads and speed every second
 	$(BIN)/python bench/soak.py $(ARGS)
 
-lint: venv/.installed ## check style and types
+lint: venv/.installed ## check style, types and which folder imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 setup: venv/.installed ## make venv/ and install everything into it
 

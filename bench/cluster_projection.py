@@ -152,7 +152,7 @@ def _rate(output: Path) -> Rate:
     return Rate((last["step"] - first["step"]) / seconds, len(lines) - 1, seconds, shares, 0.0, summary, times)
 
 
-def work_of(emulation: Emulation, nodes: int) -> tuple[model.Work, model.Spread]:
+def work_of(emulation: Emulation, nodes: int) -> tuple[model.MachineWork, model.Spread]:
     """What so many machines do beside each other, without each other."""
     rates = emulation.train(1, (), apart=nodes)
     config = config_files.load(emulation.folder / f"run-{emulation.count}-0" / "config.yaml")
@@ -167,7 +167,7 @@ def work_of(emulation: Emulation, nodes: int) -> tuple[model.Work, model.Spread]
         statistics.mean(spread.jitter for spread in spreads),
         statistics.mean(seconds),
     )
-    return model.Work(**{**vars(works[0]), **mean}), spread
+    return model.MachineWork(**{**vars(works[0]), **mean}), spread
 
 
 def check(emulation: Emulation) -> Iterator[dict[str, Any]]:
@@ -197,7 +197,7 @@ def _sums(emulation: Emulation, nodes: int, network: model.Network) -> list[dict
 
 
 def _runs(
-    emulation: Emulation, nodes: int, network: model.Network, work: model.Work, spread: model.Spread
+    emulation: Emulation, nodes: int, network: model.Network, work: model.MachineWork, spread: model.Spread
 ) -> list[dict[str, Any]]:
     rows = []
     for strategy in emulation.args.strategies:

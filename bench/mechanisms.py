@@ -23,9 +23,9 @@ from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
 from rl_cluster_benchmark.cli.arguments import positive
 from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.kernels import heads, pooling
-from rl_cluster_benchmark.kernels.native_network import Rows
+from rl_cluster_benchmark.kernels.native_network import HiddenRows
 from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.minibatch import InOneCall, Moments, PassByPass, Samples, Setting
+from rl_cluster_benchmark.learning.minibatch import InOneCall, Moments, PassByPass, PassSetting, Samples
 from rl_cluster_benchmark.learning.network_pass import Pass
 from rl_cluster_benchmark.learning.optimizers import Adam
 from rl_cluster_benchmark.learning.reduction import Alone
@@ -98,9 +98,11 @@ def networks() -> Iterator[Case]:
     small = observations[:4]
     gradient = torch.zeros(sum(p.numel() for p in native.parameters()))
     rest = gradient[: len(gradient) - native.native_trunk.hidden_weights.numel()]
-    rows = Rows(*(torch.zeros(4, n, dtype=torch.bfloat16) for n in reversed(native.native_trunk.hidden_weights.shape)))
+    rows = HiddenRows(
+        *(torch.zeros(4, n, dtype=torch.bfloat16) for n in reversed(native.native_trunk.hidden_weights.shape))
+    )
 
-    def piece(left: Rows | None, cleared: torch.Tensor) -> None:
+    def piece(left: HiddenRows | None, cleared: torch.Tensor) -> None:
         assert native.native_trunk is not None
         native.native_trunk.rows = left
         cleared.zero_()
@@ -147,7 +149,7 @@ def whole_pass(count: int) -> Iterator[Case]:
     batch = Batch(images(1024), torch.ones(1024), actions, *floats)
 
     def add(way: type[PassByPass] | type[InOneCall], in_c: bool) -> None:
-        setting = Setting(ppo.on_policy.learner, ppo.hyper, 64, in_c)
+        setting = PassSetting(ppo.on_policy.learner, ppo.hyper, 64, in_c)
         rows = np.random.default_rng().integers(1024, size=count)
         way(setting, batch, Moments(count, 0.0, 1.0), ppo.objective).write(rows, 0)
 

@@ -20,7 +20,7 @@ from test_parallel import assert_gone, workers_of
 
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
-from rl_cluster_benchmark.execution.actor_learner.actor_learner import Recorder
+from rl_cluster_benchmark.execution.actor_learner.actor_learner import UpdateRecorder
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_cluster import Records
 from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
 from rl_cluster_benchmark.execution.actor_learner.split import Costs, fill_in, split
@@ -361,14 +361,14 @@ def test_idle_shares_are_of_the_whole_run():
         return row
 
     run = FakeRun()
-    recorder = Recorder(run)
+    recorder = UpdateRecorder(run)
     for actor, learner, lived in ((9, 1, 10), (9, 31, 100), (10, 60, 200)):
         recorder.record(report, table(learner, lived), table(actor, lived), 0)
     assert run.asynchrony.summary()["actor_idle"] == pytest.approx(0.05)
     assert run.asynchrony.summary()["learner_idle"] == pytest.approx(0.3)
     resumed = FakeRun()
     resumed.asynchrony.load_state_dict(run.asynchrony.state_dict())
-    Recorder(resumed).record(report, table(40, 200), table(90, 200), 0)
+    UpdateRecorder(resumed).record(report, table(40, 200), table(90, 200), 0)
     assert resumed.asynchrony.summary()["actor_idle"] == pytest.approx(100 / 400)
     assert resumed.asynchrony.summary()["learner_idle"] == pytest.approx(100 / 400)
     older = Asynchrony()

@@ -20,7 +20,7 @@ from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.tools.analysis.runs import UnusableRunError, load_run
 from rl_cluster_benchmark.tools.benchmark.board import Board
-from rl_cluster_benchmark.tools.benchmark.cells import Progress, look_at, work_on
+from rl_cluster_benchmark.tools.benchmark.cells import CellProgress, look_at, work_on
 from rl_cluster_benchmark.tools.benchmark.matrix import Matrix, build, load
 
 TIMES = ("fps", "speedup", "memory", "seconds", "runs")  # columns that differ from one time to the next
@@ -187,7 +187,7 @@ def test_the_board_knows_that_steps_may_end_a_timed_cell():
     """With both a duration and a number of steps, from what finished cells took."""
     matrix = Matrix(algorithms=["ppo"], modes=["sequential"], games=["Catch-v0"], seeds=[1, 2, 3],
                     duration_hours=1.0, total_timesteps=1000)  # fmt: skip
-    cells = [Progress(cell, Path(cell.name)) for cell in matrix.cells()]
+    cells = [CellProgress(cell, Path(cell.name)) for cell in matrix.cells()]
     assert Board(cells, matrix).seconds_left() > 3 * 3600
     cells[0].state, cells[0].seconds = "done", 20.0
     assert Board(cells, matrix).seconds_left() == pytest.approx(40.0)
@@ -200,7 +200,7 @@ def test_a_cell_that_was_only_evaluated_took_its_training_too(benchmarked, tmp_p
     directory = shutil.copytree(benchmarked / "cells" / cell.name, tmp_path / cell.name)
     summary = json.loads((directory / "training_summary.json").read_text())
     (directory / "training_summary.json").write_text(json.dumps(summary | {"duration_hours": 0.5}))
-    progress = Progress(cell, directory)
+    progress = CellProgress(cell, directory)
     work_on(progress, matrix, Signals(), lambda: None, keep_partial=False)
     assert progress.state == "done"
     assert progress.seconds >= 1800

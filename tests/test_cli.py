@@ -31,9 +31,7 @@ def test_help_answers_at_once_and_does_not_import_torch():
     assert done.returncode == 0
     assert "examples:" in done.stdout
     assert best < 0.5
-    code = (
-        "import sys; from rl_cluster_benchmark.cli import build_parser; build_parser(); print('torch' in sys.modules)"
-    )
+    code = "import sys; from rl_cluster_benchmark.cli import main; main.build_parser(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -41,7 +39,7 @@ def test_help_answers_at_once_and_does_not_import_torch():
 def test_threads_are_set_before_numpy_and_torch_start():
     code = (
         "import sys\n"
-        "from rl_cluster_benchmark import cli\n"
+        "from rl_cluster_benchmark.cli import main as cli\n"
         "args = cli.build_parser().parse_args(['train', '--num-threads', '3'])\n"
         "config = cli.config_from(args)\n"
         "assert 'numpy' not in sys.modules and 'torch' not in sys.modules\n"

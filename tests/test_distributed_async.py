@@ -27,10 +27,10 @@ from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.execution.loop import build_algorithm
-from rl_cluster_benchmark.execution.machines import machine
-from rl_cluster_benchmark.execution.machines.council import Council
-from rl_cluster_benchmark.execution.machines.leaders import Seat
-from rl_cluster_benchmark.execution.machines.others import Corrections, News, OnTheirOwn
+from rl_cluster_benchmark.execution.machines import machine_supervisor
+from rl_cluster_benchmark.execution.machines.machine_averaging import MachineAveraging
+from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.execution.machines.other_machines import Corrections, IndependentMachines, News
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine.planning import plan
 from rl_cluster_benchmark.processes.pool import WorkerPool
@@ -83,8 +83,8 @@ def sit_in_council(rank, connection, port):
     heard = []
     vector = Vector(torch.randn(SIZE, generator=generator))
     start, learned, updates = vector.now.clone(), torch.zeros(SIZE), 0
-    seat = Seat(rank, NUM_MACHINES, rank, NUM_MACHINES, ("127.0.0.1", port), "test", "lo", 10.0, "none")
-    council = Council(
+    seat = MachineSeat(rank, NUM_MACHINES, rank, NUM_MACHINES, ("127.0.0.1", port), "test", "lo", 10.0, "none")
+    council = MachineAveraging(
         seat, counts=lambda: [10.0 * updates, updates, 1.0, 2.0, 3.0], exchange=vector, updates_between=15,
         hear=lambda *report: heard.append(report),
     )  # fmt: skip
@@ -139,8 +139,8 @@ def test_corrections_reach_all_learners_before_the_next_is_written():
         for _ in range(2)
     ]
     size = len(learners[0].flat)
-    flags = SharedTensors(machine.layout() | OnTheirOwn.layout(size))
-    leader, ends = OnTheirOwn(flags), [Corrections(flags) for _ in learners]
+    flags = SharedTensors(machine_supervisor.layout() | IndependentMachines.layout(size))
+    leader, ends = IndependentMachines(flags), [Corrections(flags) for _ in learners]
     before = learners[0].flat.clone()
 
     def write(value):
@@ -177,8 +177,8 @@ def test_corrections_reach_all_learners_before_the_next_is_written():
 
 def test_statistics_of_returns_are_those_of_all_machines():
     """Whatever anyone counts reaches every leader once."""
-    flags = SharedTensors(machine.layout() | OnTheirOwn.layout(1))
-    leader = OnTheirOwn(flags)
+    flags = SharedTensors(machine_supervisor.layout() | IndependentMachines.layout(1))
+    leader = IndependentMachines(flags)
     flags["elsewhere"][:] = torch.tensor([100.0, 2.0, 7.0, 8.0, 9.0])
     assert leader.agree(News(False, 0.1, 5, [1.0, 2.0, 3.0])).returns == [8.0, 10.0, 12.0]
     assert leader.agree(News(False, 0.1, 5, [1.0, 2.0, 3.0])).returns == [1.0, 2.0, 3.0]

@@ -12,7 +12,7 @@ from rl_cluster_benchmark.config.schema import MAX_LEVEL, PROCGEN_GAMES, EnvConf
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.env.environments import PROCGEN, level_range, make_env
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.tools.analysis.groups import Task
+from rl_cluster_benchmark.tools.analysis.groups import LearningTask
 from rl_cluster_benchmark.tools.evaluation.evaluate import level_text
 
 
@@ -123,7 +123,7 @@ def test_a_machine_without_threads_gets_a_sentence(tmp_path):
 def test_exploration_is_called_what_it_is():
     """It is a single level, whatever env.num_levels says."""
     config = configs.load(None, {"env.distribution_mode": "exploration", "env.num_levels": 0})
-    assert "its one level" in str(Task(config.env))
+    assert "its one level" in str(LearningTask(config.env))
     assert level_text("all", config.env, config.env) == "the single level of exploration mode"
     env = make_env(config.env, range(4), num_threads=1)
     first = env.reset()

@@ -78,7 +78,7 @@ def test_no_worker_is_without_an_environment(machine):
 
 def test_affinity_limits_the_cores():
     one = min(os.sched_getaffinity(0))
-    code = "from rl_cluster_benchmark import hardware; print(detection.detect().usable_cores)"
+    code = "from rl_cluster_benchmark.machine import detection; print(detection.detect().usable_cores)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
         preexec_fn=lambda: os.sched_setaffinity(0, {one}),

@@ -17,7 +17,7 @@ from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.in_step.work_sharing import WorkSharing
 from rl_cluster_benchmark.kernels import build, minibatch_pass, native_network
 from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.minibatch import InOneCall, Moments, PassByPass, Setting
+from rl_cluster_benchmark.learning.minibatch import InOneCall, Moments, PassByPass, PassSetting
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS, Adam
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.nets.models import make_model
@@ -65,7 +65,7 @@ def make(architecture, *, shared=False):
 
 
 def gradient(way, ppo, batch, micro_batch=32):
-    setting = Setting(ppo.on_policy.learner, ppo.hyper, micro_batch, losses_in_c=True)
+    setting = PassSetting(ppo.on_policy.learner, ppo.hyper, micro_batch, losses_in_c=True)
     return way(setting, batch, MOMENTS, ppo.objective)
 
 

@@ -165,10 +165,12 @@ def product_of_rows(trunk, passes, columns):
     width, features = trunk.hidden_weights.shape
     count = sum(map(len, passes))
     padded = -(-count // 32) * 32
-    rows = native_network.Rows(*(torch.full((padded, n), math.nan, dtype=torch.bfloat16) for n in (features, width)))
+    rows = native_network.HiddenRows(
+        *(torch.full((padded, n), math.nan, dtype=torch.bfloat16) for n in (features, width))
+    )
     start = 0
     for observations in passes:
-        trunk.rows = native_network.Rows(*(part[start : start + len(observations)] for part in rows))
+        trunk.rows = native_network.HiddenRows(*(part[start : start + len(observations)] for part in rows))
         trunk(observations).square().sum().backward()
         start += len(observations)
     for part in rows:

@@ -20,9 +20,9 @@ from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.tools.projection import inputs, projection
 from rl_cluster_benchmark.tools.scaling import model
 from rl_cluster_benchmark.tools.scaling.measured_runs import Rate
-from rl_cluster_benchmark.tools.scaling.model import Network, Spread, Work
+from rl_cluster_benchmark.tools.scaling.model import MachineWork, Network, Spread
 
-WORK = Work(steps=100, rollout_seconds=1.0, minibatch_seconds=0.5, minibatches=4, vector_bytes=100_000)
+WORK = MachineWork(steps=100, rollout_seconds=1.0, minibatch_seconds=0.5, minibatches=4, vector_bytes=100_000)
 SLOW = Network(latency=0.01, bandwidth=1e6)
 NO_SPREAD = Spread()
 
@@ -220,7 +220,7 @@ def test_a_step_has_the_samples_that_it_learns_from(algorithm, passes, batch, st
 @pytest.mark.parametrize("algorithm", ["PPO", "IMPALA"])
 def test_machines_that_step_alone_keep_their_minibatch(algorithm):
     measured = inputs.Measured(WORK, Spread(), SLOW, 8, 256, {"algorithm": algorithm})
-    settings = projection.Settings([1, 16], 1.0, Path(), False, None, None, None, None, None)
+    settings = projection.ProjectionSettings([1, 16], 1.0, Path(), False, None, None, None, None, None)
     rows = projection.make_report(measured, settings)["rows"]
     sizes = {row["strategy"]: row["minibatch"] for row in rows if row["nodes"] == 16}
     together = {"allreduce": 16 * 256, "allreduce bfloat16": 16 * 256, "local_sgd": 256}

@@ -12,7 +12,7 @@ from run_copies import copy_run, evaluate_as
 
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.runs import load_run
-from rl_cluster_benchmark.tools.evaluation.video import Recorder, clip_mark
+from rl_cluster_benchmark.tools.evaluation.video import FrameRecorder, clip_mark
 from rl_cluster_benchmark.tools.reports.report import html, markdown
 
 COINRUN, MAZE = "procgen-coinrun-v0", "procgen-maze-v0"
@@ -29,7 +29,7 @@ def report(cells, tmp_path_factory):
                 changes = {"env.name": env, "env.seed": seed}
                 run = copy_run(cells[name], folder / "runs" / f"{name}_{env}_{seed}", config=changes)
                 evaluate_as(run, env, train=6.0 + seed / 10, test=5.0 + seed / 10)
-    recorder = Recorder(folder / "runs" / f"ppo_parallel_{COINRUN}_2" / "clip.webp")
+    recorder = FrameRecorder(folder / "runs" / f"ppo_parallel_{COINRUN}_2" / "clip.webp")
     for _ in range(5):
         recorder(np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), dtype=np.uint8))
     recorder.close(clip_mark(load_run(recorder.path.parent).summary.checkpoint.digest, "trained"))
@@ -96,7 +96,7 @@ def test_a_clip_that_is_no_picture_stays_out(cells, tmp_path):
 
 
 def test_clips_are_short_and_small(tmp_path):
-    recorder = Recorder(tmp_path / "clip.webp")
+    recorder = FrameRecorder(tmp_path / "clip.webp")
     frames = np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), dtype=np.uint8)
     for shift in range(130):
         recorder(np.roll(frames, shift, axis=2))

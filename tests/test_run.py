@@ -424,7 +424,7 @@ def test_threads_stay_within_what_was_asked(tmp_path):
     """CPU time over wall time is the number of busy threads."""
     code = (
         "import resource, sys, time\n"
-        "from rl_cluster_benchmark.cli import main\n"
+        "from rl_cluster_benchmark.cli.main import main\n"
         "start = time.perf_counter()\n"
         "main(sys.argv[1:])\n"
         "usage = resource.getrusage(resource.RUSAGE_SELF)\n"

@@ -27,7 +27,7 @@ from rl_cluster_benchmark.tools.analysis.runs import is_running, load_run
 from rl_cluster_benchmark.tools.search import search_trials, searching
 from rl_cluster_benchmark.tools.search.sampling import importances, suggest
 from rl_cluster_benchmark.tools.search.score import Log, is_stopped
-from rl_cluster_benchmark.tools.search.search_progress import Progress
+from rl_cluster_benchmark.tools.search.search_progress import SearchProgress
 from rl_cluster_benchmark.tools.search.search_space import Rung
 from rl_cluster_benchmark.tools.search.searching import core_shares, search
 from rl_cluster_benchmark.tools.search.space_files import read_space, spaces
@@ -375,7 +375,7 @@ def candidates(*rates, **top):
 
 def go(folder, data, number, *, seconds=None, jobs=1):
     space = read_space(write(folder, data)) if data is not None else None
-    return search(space, searching.Settings(folder / "search", number, seconds, jobs), Signals())
+    return search(space, searching.SearchSettings(folder / "search", number, seconds, jobs), Signals())
 
 
 def states(folder):
@@ -537,7 +537,7 @@ def test_a_trial_that_was_left_is_trained_anew_with_its_parameters(made_up, tmp_
 
 def test_jobs_share_the_cores(made_up, tmp_path, monkeypatch):
     assert core_shares(1) == [None]
-    cores = searching.hardware.detect().physical_cores
+    cores = searching.detection.detect().physical_cores
     shares = core_shares(2)
     assert len(shares) == 2
     assert len(cores) < 2 or sorted([*shares[0], *shares[1]]) == list(cores)
@@ -549,9 +549,11 @@ def test_jobs_share_the_cores(made_up, tmp_path, monkeypatch):
 
 def test_the_progress_tells_the_time_that_is_left():
     made = [Trial(number=n, state="complete", params={}, score=n / 10, seconds=100.0) for n in range(4)]
-    progress = Progress([*made, Trial(number=4, params={})], limit=10, seconds=None, jobs=2)
+    progress = SearchProgress([*made, Trial(number=4, params={})], limit=10, seconds=None, jobs=2)
     assert progress.status([0.5]) == "4 of 10 trials done, best 0.300 (trial 3), about 4m 35s left"
-    assert Progress([], limit=None, seconds=60, jobs=1).status() == "0 trials done, no score yet, about 1m 00s left"
+    assert (
+        SearchProgress([], limit=None, seconds=60, jobs=1).status() == "0 trials done, no score yet, about 1m 00s left"
+    )
 
 
 def test_importances_name_the_parameter_that_matters(tmp_path):

@@ -20,7 +20,7 @@ from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.core import stop
 from rl_cluster_benchmark.execution.actor_learner import split
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.tools.tune.tuning import Settings, tune
+from rl_cluster_benchmark.tools.tune.tuning import TuningSettings, tune
 
 WORKERS = ("--mode", "parallel", "--num-workers", 2, "--num-envs-per-worker", 8, "--set", "parallel.pin=never")
 RLCB = (sys.executable, "-m", "rl_cluster_benchmark")
@@ -350,6 +350,6 @@ def test_a_search_that_is_stopped_while_it_measures_the_split(tmp_path, capsys, 
     signals = stop.Signals()
     monkeypatch.setattr(split, "fill_in", measure)
     config = config_files.build({"algorithm": "impala", "mode": "parallel"}, {"env.name": "Catch-v0"}, source="a test")
-    assert tune(config, Settings(60, 1, tmp_path / "tuned", False), signals) == 128 + signal.SIGTERM
+    assert tune(config, TuningSettings(60, 1, tmp_path / "tuned", False), signals) == 128 + signal.SIGTERM
     assert capsys.readouterr().out == "Interrupted before anything was measured: no file is written.\n"
     assert not (tmp_path / "tuned").exists()

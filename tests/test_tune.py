@@ -19,10 +19,10 @@ from rl_cluster_benchmark.kernels import native_network
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.tools.scaling.measured_runs import Rate
 from rl_cluster_benchmark.tools.tune import tuning_report
-from rl_cluster_benchmark.tools.tune.tuning import Settings, make_space
+from rl_cluster_benchmark.tools.tune.tuning import TuningSettings, make_space
 from rl_cluster_benchmark.tools.tune.tuning_search import choose, of_best, search, sweep
-from rl_cluster_benchmark.tools.tune.tuning_space import Space, resolve_envs
-from rl_cluster_benchmark.tools.tune.tuning_trials import Trial, short_updates
+from rl_cluster_benchmark.tools.tune.tuning_space import TuningSpace, resolve_envs
+from rl_cluster_benchmark.tools.tune.tuning_trials import TuningTrial, short_updates
 
 MACHINE = replace(
     detection.detect(), usable_cores=16, allowed_cores=16, physical_cores=tuple(range(16)), cpu_quota=None,
@@ -41,7 +41,7 @@ def big_machine(monkeypatch):
 
 def make(preset, **changes):
     config = config_files.load(preset, {key.replace("__", "."): value for key, value in changes.items()})
-    return Space(resolve_envs(config, MACHINE), MACHINE)
+    return TuningSpace(resolve_envs(config, MACHINE), MACHINE)
 
 
 def learning(config):
@@ -86,12 +86,12 @@ def test_what_there_is_to_choose_from(big_machine):
 def test_splits_of_impala_keep_the_batch(big_machine):
     changes = {"mode": "parallel", "parallel.num_workers": 5, "impala.num_learners": 11, "impala.num_actors": None}
     config = config_files.load("impala_procgen", changes)
-    space = Space(config, MACHINE)
+    space = TuningSpace(config, MACHINE)
     splits = {(s.layout.workers, s.layout.learners): space.tuned(s).unrolls_per_step for s in space.settings}
     assert splits[5, 11] == 33, "the config as it is: 32 rounded to shares of 11"
     assert {(14, 2), (12, 4), (8, 8)} <= set(splits)
     assert set(splits.values()) == {32, 33}
-    free = Space(config, MACHINE, learning_too=True)
+    free = TuningSpace(config, MACHINE, learning_too=True)
     changed = [s for s in free.settings if s.layout.learners == 10 and s.layout.num_envs == 64]
     assert changed
     assert all(s.learning == ("batch 32 -> 30 unrolls",) for s in changed)
@@ -100,8 +100,8 @@ def test_splits_of_impala_keep_the_batch(big_machine):
 
 def test_changes_of_learning_are_asked_for_and_said(big_machine):
     config = config_files.load("a3c_parallel")
-    assert {s.layout.workers for s in Space(config, MACHINE).settings} == {16}
-    space = Space(config, MACHINE, learning_too=True)
+    assert {s.layout.workers for s in TuningSpace(config, MACHINE).settings} == {16}
+    space = TuningSpace(config, MACHINE, learning_too=True)
     by_layout = {(s.layout.workers, s.layout.num_envs): s.learning for s in space.settings}
     assert by_layout[16, 64] == ()
     assert by_layout[8, 64] == ("A3C's workers 16 -> 8",)
@@ -120,7 +120,7 @@ def test_changes_of_learning_are_asked_for_and_said(big_machine):
 )
 def test_what_the_command_line_says_stays(changes, check, big_machine, tmp_path):
     config = config_files.load("ppo_procgen_paper", changes)
-    space = make_space(config, Settings(300, 4, tmp_path, False, given=set(changes)))
+    space = make_space(config, TuningSettings(300, 4, tmp_path, False, given=set(changes)))
     assert len(space.settings) > 2
     assert all(check(setting) for setting in space.settings)
 
@@ -172,7 +172,7 @@ class PretendedMachine:
         self.count += 1
         drift = 1 - 0.05 * self.now / self.budget
         fps = self.speeds[setting] * drift * self.random.gauss(1, 0.02)
-        trial = self.tried.setdefault(setting, Trial(setting))
+        trial = self.tried.setdefault(setting, TuningTrial(setting))
         trial.rates.append(Rate(fps, 1, 4.0, {}, 1.0, {}))
         return trial
 
@@ -206,7 +206,7 @@ def test_an_exhaustive_sweep_compares_in_turns(big_machine):
 def test_equals_change_nothing(big_machine):
     """Of settings that are as fast, the one nearest to the config is taken; a single lucky trial decides nothing."""
     space = make("ppo_procgen_paper")
-    tried = [Trial(setting) for setting in space.settings[:4]]
+    tried = [TuningTrial(setting) for setting in space.settings[:4]]
     for trial, speeds in zip(tried, ([995, 997, 996], [1000, 1001, 999], [900, 900, 910], [2000]), strict=True):
         trial.rates = [Rate(fps, 1, 4.0, {}, 1.0, {}) for fps in speeds]
     assert choose(space, tried).setting == space.default
@@ -241,7 +241,7 @@ def test_a_search(tmp_path):
     assert trained.returncode == 0, trained.stderr
     config = config_files.load(tmp_path / "run" / "config.yaml")
     assert (config.env.num_envs, config.training.n_steps, config.batch_size) == (16, 32, 128)
-    assert tuning_report.name(make_space(config, Settings(1, 1, tmp_path, False)).default) == found["chosen"]
+    assert tuning_report.name(make_space(config, TuningSettings(1, 1, tmp_path, False)).default) == found["chosen"]
 
 
 def test_an_interruption_writes_the_best_so_far(tmp_path):

@@ -30,8 +30,8 @@ from rl_cluster_benchmark.learning.minibatch import (
     Moments,
     Objective,
     PassByPass,
+    PassSetting,
     Rows,
-    Setting,
 )
 from rl_cluster_benchmark.learning.optimizers import optimizer_of
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
@@ -127,7 +127,7 @@ class OnPolicyLearner:
         """Of a minibatch, to be added up."""
         if not self.hyper.normalize_advantage:
             moments = moments._replace(advantage_mean=0.0, advantage_std=1.0)
-        setting = Setting(self.learner, self.hyper, self.micro_batch, self.losses_in_c)
+        setting = PassSetting(self.learner, self.hyper, self.micro_batch, self.losses_in_c)
         return (InOneCall if self.in_one_call else PassByPass)(setting, batch, moments, objective)
 
     @property

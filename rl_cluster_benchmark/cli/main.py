@@ -309,7 +309,7 @@ def _plot(args: argparse.Namespace) -> int:
 def _scaling(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.core.errors import UserError
     from rl_cluster_benchmark.core.stop import Signals
-    from rl_cluster_benchmark.tools.scaling.sweep import Settings, scaling
+    from rl_cluster_benchmark.tools.scaling.sweep import SweepSettings, scaling
 
     if args.project:
         return projection_arguments.run(args, config_from)
@@ -320,7 +320,7 @@ def _scaling(args: argparse.Namespace) -> int:
     config = config_from(args)
     signals = Signals()
     signals.install()
-    settings = Settings(
+    settings = SweepSettings(
         workers=args.workers,
         envs_per_worker=args.envs_per_worker,
         seconds=args.seconds,

@@ -107,7 +107,7 @@ def _add_tune(commands: Any) -> None:
 
 def _tune(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.core.stop import Signals
-    from rl_cluster_benchmark.tools.tune.tuning import Settings, tune
+    from rl_cluster_benchmark.tools.tune.tuning import TuningSettings, tune
 
     given = _given_keys(args)
     if args.mode is None and args.config is None:
@@ -116,7 +116,7 @@ def _tune(args: argparse.Namespace) -> int:
     config = _config(args)
     signals = Signals()
     signals.install()
-    settings = Settings(
+    settings = TuningSettings(
         budget=args.budget,
         seconds=args.seconds,
         output_dir=output_dir,
@@ -145,7 +145,7 @@ def _given_keys(args: argparse.Namespace) -> set[str]:
 
 def _profile(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.core.stop import Signals
-    from rl_cluster_benchmark.tools.profile.profile import Settings, profile
+    from rl_cluster_benchmark.tools.profile.profile import ProfileSettings, profile
 
     if args.of is not None:
         from rl_cluster_benchmark.tools.profile.finished import explain
@@ -153,7 +153,7 @@ def _profile(args: argparse.Namespace) -> int:
         return explain(Path(args.of))
     if args.mode is None and args.config is None:
         args.mode = "parallel"
-    settings = Settings(
+    settings = ProfileSettings(
         seconds=args.seconds,
         output_dir=Path(args.output_dir or PROFILE_DIR),
         overwrite=args.overwrite,

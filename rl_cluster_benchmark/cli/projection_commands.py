@@ -101,11 +101,11 @@ def run(args: argparse.Namespace, config_from: Callable[[argparse.Namespace], Co
             raise UserError("With --project, --workers is one number: the workers of each machine.")
         args.set.insert(0, f"parallel.num_workers={args.workers[0]}")
     from rl_cluster_benchmark.core.stop import Signals
-    from rl_cluster_benchmark.tools.projection.projection import NODES, Settings, project
+    from rl_cluster_benchmark.tools.projection.projection import NODES, ProjectionSettings, project
 
     args.mode = "parallel" if args.algorithm in ("a3c", "impala") else "distributed"
     config = config_from(args)
-    settings = Settings(
+    settings = ProjectionSettings(
         nodes=args.nodes or NODES,
         seconds=args.seconds,
         output_dir=Path(config.output_dir or PROJECTION_DIR),

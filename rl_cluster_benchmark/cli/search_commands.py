@@ -94,4 +94,6 @@ def _search(args: argparse.Namespace) -> int:
     signals = Signals()
     signals.install()
     seconds = args.budget * 3600 if args.budget is not None else None
-    return searching.search(space, searching.Settings(Path(args.output_dir), args.trials, seconds, args.jobs), signals)
+    return searching.search(
+        space, searching.SearchSettings(Path(args.output_dir), args.trials, seconds, args.jobs), signals
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.kernels.native_network import LANES, NativeTrunk, Rows
+from rl_cluster_benchmark.kernels.native_network import LANES, HiddenRows, NativeTrunk
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 
 ROWS = 32  # are computed together
@@ -35,7 +35,7 @@ class HiddenGradient:
     """One worker's end."""
 
     def __init__(self, memory: SharedTensors, rank: int, num_workers: int) -> None:
-        self.rows, self._rank = Rows(memory["inputs"], memory["slopes"]), rank
+        self.rows, self._rank = HiddenRows(memory["inputs"], memory["slopes"]), rank
         blocks = self.rows.inputs.shape[1] // LANES
         first, last = (LANES * (blocks * i // num_workers) for i in (rank, rank + 1))
         self._columns = range(first, last)
@@ -61,7 +61,7 @@ class HiddenGradient:
 
     def place(self, start: int, count: int) -> None:
         """Of the next pass's samples in the minibatch."""
-        self._trunk.rows = Rows(*(rows[start : start + count] for rows in self.rows))
+        self._trunk.rows = HiddenRows(*(rows[start : start + count] for rows in self.rows))
 
     def write(self, gradient: Tensor) -> None:
         """This worker's columns, once everyone's rows are there."""

@@ -40,7 +40,7 @@ class Heads(ctypes.Structure):
         return cls(policy.in_features, policy.out_features, *pointers(weights))
 
 
-class Objective(ctypes.Structure):
+class ObjectiveInC(ctypes.Structure):
     """What a sample costs: as in heads.c."""
 
     _fields_ = (

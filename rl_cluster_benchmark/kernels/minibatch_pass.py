@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_cluster_benchmark.kernels import heads
-from rl_cluster_benchmark.kernels.native_network import NO_MEMORY, NativeTrunk, Rows
+from rl_cluster_benchmark.kernels.native_network import NO_MEMORY, HiddenRows, NativeTrunk
 
 MOST_IN_A_CALL = 512  # samples: a signal waits for its end
 
@@ -55,7 +55,7 @@ class Vectors:
 class _Minibatch(ctypes.Structure):
     _fields_ = (
         ("heads", heads.Heads),
-        ("objective", heads.Objective),
+        ("objective", heads.ObjectiveInC),
         *((name, ctypes.c_void_p) for name in ("actions", "log_probs", "values", "advantages", "returns", "valid")),
         ("rows", ctypes.c_void_p),
         ("to", ctypes.c_void_p),
@@ -80,7 +80,7 @@ class HeadsPass:
     """Heads and losses of a minibatch, behind any network."""
 
     def __init__(
-        self, policy: nn.Linear, value: nn.Linear, batch: Sequence[Tensor], objective: heads.Objective
+        self, policy: nn.Linear, value: nn.Linear, batch: Sequence[Tensor], objective: heads.ObjectiveInC
     ) -> None:
         """`batch`: the actions, their log-probabilities, values, advantages, returns and weights of all samples."""
         self.in_c = _Minibatch(heads.Heads.of(policy, value), objective, *heads.pointers(batch))
@@ -99,7 +99,7 @@ class MinibatchInC:
     """The network included."""
 
     def __init__(
-        self, trunk: NativeTrunk, observations: Tensor, behind: HeadsPass, *, most: int, rows: Rows | None
+        self, trunk: NativeTrunk, observations: Tensor, behind: HeadsPass, *, most: int, rows: HiddenRows | None
     ) -> None:
         """Passes are of `most` samples; they leave rows of the hidden layer there, or add to its gradient."""
         assert observations.is_contiguous()

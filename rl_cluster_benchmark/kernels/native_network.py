@@ -40,7 +40,7 @@ class Source:
     in_torch: Callable[[Sequence[Tensor], Tensor], Tensor]
 
 
-class Rows(NamedTuple):
+class HiddenRows(NamedTuple):
     """Of the hidden layer, a row for each sample, bfloat16: slopes^T x inputs is the gradient of its weights."""
 
     inputs: Tensor  # [B, features]
@@ -61,7 +61,7 @@ class NativeTrunk:
         self._width = len(biases[-1])
         self._passes = 0
         self.stale = True
-        self.rows: Rows | None = None  # where backward passes leave theirs, instead of adding to the gradient
+        self.rows: HiddenRows | None = None  # where backward passes leave theirs, instead of adding to the gradient
         self.seconds = (ctypes.c_double * 3)()  # of training passes in one call: forward, in the losses, backward
 
     def __call__(self, observations: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class NativeTrunk:
         """[hidden_size, features]"""
         return self._weights[-1]
 
-    def multiply(self, rows: Rows, num_samples: int, columns: range, out: Tensor) -> None:
+    def multiply(self, rows: HiddenRows, num_samples: int, columns: range, out: Tensor) -> None:
         """Write the gradient of the hidden layer's weights, some columns of it (multiples of LANES), from all rows.
 
         Zeros follow the samples, up to a multiple of 32 rows.
@@ -220,7 +220,9 @@ def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
         out, back = trunk.pass_through(observations)
         back(grad)
         gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-        trunk.rows = Rows(*(torch.zeros(32, n, dtype=torch.bfloat16) for n in reversed(trunk.hidden_weights.shape)))
+        trunk.rows = HiddenRows(
+            *(torch.zeros(32, n, dtype=torch.bfloat16) for n in reversed(trunk.hidden_weights.shape))
+        )
         _, back = trunk.pass_through(observations)
         back(grad)
         product = torch.zeros_like(trunk.hidden_weights)

@@ -66,7 +66,7 @@ class Objective:
     clip_value_loss: bool
 
 
-class Setting(NamedTuple):
+class PassSetting(NamedTuple):
     """What is the same for all minibatches."""
 
     learner: Learner
@@ -81,7 +81,7 @@ class Setting(NamedTuple):
     def heads_pass(self, batch: Batch, moments: Moments, objective: Objective) -> HeadsPass:
         """Heads and losses of a minibatch, in C."""
         targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
-        in_c = heads.Objective(
+        in_c = heads.ObjectiveInC(
             moments.advantage_mean,
             moments.advantage_std + EPSILON,
             moments.num_samples,
@@ -109,7 +109,7 @@ class Gradient(Protocol):
 class PassByPass:
     """The network in torch, or in C with losses in torch."""
 
-    def __init__(self, setting: Setting, batch: Batch, moments: Moments, objective: Objective) -> None:
+    def __init__(self, setting: PassSetting, batch: Batch, moments: Moments, objective: Objective) -> None:
         self.setting, self.learner, self.model = setting, setting.learner, setting.model
         self.batch, self.moments, self.objective = batch, moments, objective
         self.behind = setting.heads_pass(batch, moments, objective) if setting.losses_in_c else None
@@ -154,7 +154,7 @@ class PassByPass:
 class InOneCall:
     """Everything in C."""
 
-    def __init__(self, setting: Setting, batch: Batch, moments: Moments, objective: Objective) -> None:
+    def __init__(self, setting: PassSetting, batch: Batch, moments: Moments, objective: Objective) -> None:
         trunk, hidden, self.vectors = setting.model.native_trunk, setting.learner.hidden, setting.learner.vectors_in_c
         assert trunk is not None
         behind = setting.heads_pass(batch, moments, objective)

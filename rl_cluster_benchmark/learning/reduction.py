@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rl_cluster_benchmark.kernels.native_network import NativeTrunk, Rows
+    from rl_cluster_benchmark.kernels.native_network import HiddenRows, NativeTrunk
     from rl_cluster_benchmark.learning.batch import Batch
 
 
@@ -42,11 +42,11 @@ class Alone:
         return vector
 
 
-class HiddenGradient(Protocol):
+class HiddenLayer(Protocol):
     """That of the hidden layer's weights, made once for a minibatch, from a row that passes leave for each sample."""
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> HiddenRows:
         """Of all samples of a minibatch."""
         ...
 
@@ -72,7 +72,7 @@ class Sharing(Protocol):
     fraction: float  # of a minibatch, that goes to whoever is free
 
     @property
-    def hidden(self) -> HiddenGradient | None: ...
+    def hidden(self) -> HiddenLayer | None: ...
 
     def batch(self, weights: Tensor, advantages: Tensor, returns: Tensor) -> Batch:
         """Everyone's samples, these of one's own included."""

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+MemoryLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def layout(num_processes: int) -> Layout:
+def layout(num_processes: int) -> MemoryLayout:
     """Seconds of each phase, of wall time and of CPU time."""
     return {"times": ((num_processes, len(PHASES) + 2), torch.float64)}
 

@@ -19,13 +19,13 @@ from machine import Machine, Memory, Pipes, Private, begin_loop, loop_again, not
 
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution import reduce
-from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster, leader, unrolls
+from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster, leading_learner, unrolls
 from rl_cluster_benchmark.execution.hogwild import hogwild
 from rl_cluster_benchmark.execution.in_step import helping
-from rl_cluster_benchmark.execution.machines import others
+from rl_cluster_benchmark.execution.machines import other_machines
 from rl_cluster_benchmark.processes import claims, published_weights, watchdog
 
-MODULES = (claims, helping, hogwild, leader, reduce, unrolls, published_weights)
+MODULES = (claims, helping, hogwild, leading_learner, reduce, unrolls, published_weights)
 
 
 @dataclass
@@ -254,7 +254,7 @@ def learners_steps(learners: int = 2, steps: int = 2, groups: int = 2) -> Case:
 
     def process(rank: int) -> Callable[[], None]:
         def learn() -> None:
-            board = leader.Board(memory, learners, 1)
+            board = leading_learner.StepBoard(memory, learners, 1)
             board.group_size, board.num_groups = 1, groups
             reducer = reduce.SharedMemoryReducer(memory, rank, PhaseClock())
             for step in range(1, steps + 1):
@@ -271,13 +271,13 @@ def learners_steps(learners: int = 2, steps: int = 2, groups: int = 2) -> Case:
 
         return learn
 
-    def hand_out(board: leader.Board, step: int) -> None:
+    def hand_out(board: leading_learner.StepBoard, step: int) -> None:
         """As Leader.hand_out does."""
-        mine = object.__new__(leader.Leader)  # with what hand_out looks at, and no processes
+        mine = object.__new__(leading_learner.LeadingLearner)  # with what hand_out looks at, and no processes
         vars(mine).update(
             board=board, claims=shared, store=SimpleNamespace(full=lambda: np.arange(groups) + 10 * step),
             _replayed=lambda: 0, _should_stop=lambda: False, _left_out_since=lambda: 0, _left_out_seen=0,
-            others=SimpleNamespace(agree=lambda news: news, correction=lambda: 0), _count=step - 1,
+            other_machines=SimpleNamespace(agree=lambda news: news, correction=lambda: 0), _count=step - 1,
             _news=lambda *_: SimpleNamespace(stop=False, rate=float(step)), _note=lambda *_: None,
             algorithm=SimpleNamespace(normalize_rewards=SimpleNamespace(scale=SimpleNamespace(divisor=1.0))),
             config=SimpleNamespace(impala=SimpleNamespace(passes=1)), _passes_left=0,
@@ -462,8 +462,8 @@ def corrections(number: int = 2, steps: int = 3, learners: int = 2) -> Case:
         def learn() -> None:
             reducer = reduce.SharedMemoryReducer(memory, rank, PhaseClock())
             mine: Any = SimpleNamespace(flat=Private([0, 0]), model=SimpleNamespace(weights_changed=lambda: None))
-            adding = others.Corrections(memory)  # type: ignore[arg-type]
-            own = others.OnTheirOwn.__new__(others.OnTheirOwn)
+            adding = other_machines.Corrections(memory)  # type: ignore[arg-type]
+            own = other_machines.IndependentMachines.__new__(other_machines.IndependentMachines)
             own.flags, own._announced, own._added = memory, 0, 0  # type: ignore[assignment]
             for step in range(1, steps + 1):
                 if rank == 0:

@@ -11,11 +11,11 @@ from machine import Machine, Memory, MistakeError, wait_until
 from protocols import check, planted
 
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_cluster import PublishedParameters
-from rl_cluster_benchmark.execution.actor_learner.leader import Board
+from rl_cluster_benchmark.execution.actor_learner.leading_learner import StepBoard
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildCourse, SumSinceLastTime
 from rl_cluster_benchmark.execution.in_step.helping import Helping
-from rl_cluster_benchmark.execution.machines.others import OnTheirOwn
+from rl_cluster_benchmark.execution.machines.other_machines import IndependentMachines
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 
@@ -132,7 +132,7 @@ BUGS = {
         ("self._consumed[pages, envs] = self._written[pages]", "self._consumed[pages] = self._written[pages][:, None]"),
     ),
     "learners: the step announced before its rows": (
-        "learners' steps", Board, "announce",
+        "learners' steps", StepBoard, "announce",
         ("    self._rows[:]", "    self._step[0] = step\n    self._rows[:]"),
     ),
     "reductions: nobody waits for the parts": ("reductions", SharedMemoryReducer, "meet", (".min() >=", ".max() >=")),
@@ -175,7 +175,8 @@ BUGS = {
         "corrections", PublishedParameters, "busy", ('self._flags["written"][0] != self._flags["taken"][0]', "False")
     ),
     "corrections: taken as soon as announced": (
-        "corrections", OnTheirOwn, "step_done", ('["taken"][0] = self._added', '["taken"][0] = self._announced')
+        "corrections", IndependentMachines, "step_done",
+        ('["taken"][0] = self._added', '["taken"][0] = self._announced')
     ),
 }  # fmt: skip
 

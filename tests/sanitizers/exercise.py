@@ -96,7 +96,7 @@ class Losses:
 
 def in_one_call(
     trunk: native_network.NativeTrunk, observations: Tensor, rows: Tensor | None, slopes: Tensor,
-    gradients: Sequence[Tensor], left: native_network.Rows | None,
+    gradients: Sequence[Tensor], left: native_network.HiddenRows | None,
 ) -> None:  # fmt: skip
     pointer, number = ctypes.c_void_p, ctypes.c_int
     losses = Losses(slopes)
@@ -127,8 +127,12 @@ def passes(
         found += [out, *(parameter.grad for parameter in parameters)]
         # The same, but for the hidden layer's weights: from rows that are left, in one call, the images in a row.
         padded = -(-batch // 32) * 32
-        left = native_network.Rows(*(guarded.empty((padded, n), torch.bfloat16, place) for n in (features, hidden)))
-        exact = native_network.Rows(*(guarded.empty((batch, n), torch.bfloat16, place) for n in (features, hidden)))
+        left = native_network.HiddenRows(
+            *(guarded.empty((padded, n), torch.bfloat16, place) for n in (features, hidden))
+        )
+        exact = native_network.HiddenRows(
+            *(guarded.empty((batch, n), torch.bfloat16, place) for n in (features, hidden))
+        )
         gradients = [guarded.copy(torch.zeros_like(parameter), place) for parameter in parameters]
         in_one_call(trunk, guarded.copy(some[rows], place), None, slopes, gradients, exact)
         for part, whole in zip(exact, left, strict=True):
@@ -256,8 +260,8 @@ def vector(parts: Sequence[Tensor], place: str) -> tuple[list[Tensor], Tensor, l
     return views, whole[size:], [whole[: size // 3], whole[size // 3 :]]
 
 
-def objective(clip_range: float, num_samples: int) -> heads.Objective:
-    return heads.Objective(0.1, 1.3, num_samples, clip_range, 1, 0.5, 0.01)
+def objective(clip_range: float, num_samples: int) -> heads.ObjectiveInC:
+    return heads.ObjectiveInC(0.1, 1.3, num_samples, clip_range, 1, 0.5, 0.01)
 
 
 def spoil(batch: Batch, how: str) -> None:
@@ -337,7 +341,7 @@ def minibatch() -> None:
             for leave_rows in (False, True):
                 vectors_made = [vector(layers, place) for _ in range(len(bounds))]
                 vectors = Vectors(vectors_made)
-                rows = native_network.Rows(
+                rows = native_network.HiddenRows(
                     *(guarded.empty((40, n), torch.bfloat16, place) for n in reversed(trunk.hidden_weights.shape))
                 )
                 way = MinibatchInC(trunk, observations, behind, most=17, rows=rows if leave_rows else None)

@@ -20,13 +20,18 @@ from rl_cluster_benchmark.core.seeding import integer_seed, stream
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.env.environments import make_env
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
-from rl_cluster_benchmark.execution.actor_learner.leader import Leader
-from rl_cluster_benchmark.execution.actor_learner.lessons import Lessons
+from rl_cluster_benchmark.execution.actor_learner.leading_learner import LeadingLearner
 from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
+from rl_cluster_benchmark.execution.actor_learner.unroll_learner import UnrollLearner
 from rl_cluster_benchmark.execution.actor_learner.unrolls import unroll_layout
 from rl_cluster_benchmark.execution.loop import build_algorithm, state_of
-from rl_cluster_benchmark.execution.machines.leaders import LostContactError, join_leaders
-from rl_cluster_benchmark.execution.machines.others import Corrections, InStep, OnTheirOwn, Others
+from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, join_machines
+from rl_cluster_benchmark.execution.machines.other_machines import (
+    Corrections,
+    IndependentMachines,
+    MachinesInStep,
+    OtherMachines,
+)
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
 from rl_cluster_benchmark.execution.reports import give_orders
 from rl_cluster_benchmark.experience.rewards import DiscountedReturns
@@ -68,7 +73,7 @@ class Replacements:
         return shared, self.progress, self.count
 
 
-class Recorder:
+class UpdateRecorder:
     """Writes down updates: with them the episodes that have ended, and where all processes spend their time."""
 
     def __init__(self, run: Run) -> None:
@@ -103,7 +108,7 @@ def train(run: Run) -> None:
     shared = Shared(run.config, run.plan, run.directory.root, run.resumed_path)
     flags, num_learners = shared.flags, shared.num_learners
     flags["closed"].fill_(1)  # no other machine is waited for at the end
-    replace, recorder = Replacements(shared, run.progress_state()), Recorder(run)
+    replace, recorder = Replacements(shared, run.progress_state()), UpdateRecorder(run)
     num_processes = num_learners + len(shared.shards)
     limit = limit_of(run.config)
     with WorkerPool(work, num_processes, (shared, replace.progress, 0), run.plan.cores, replace, limit) as pool:
@@ -222,7 +227,7 @@ def _learn(
     )
     assert isinstance(algorithm, Impala)
     store, board, corrections = shared.store(), shared.board(), Corrections(flags)
-    lessons = Lessons(config, algorithm, board, shared.claims, store)
+    lessons = UnrollLearner(config, algorithm, board, shared.claims, store)
     if config.impala.replay_fraction > 0:
         share = -(-config.impala.replay_size // shared.num_learners)
         layout = unroll_layout(task, config.training.n_steps)
@@ -233,7 +238,7 @@ def _learn(
     if rank == 0:
         weights = PublishedWeights(shared.weights)
         weights.publish(algorithm.learner.flat)
-        leader = Leader(
+        leader = LeadingLearner(
             config, flags, board, shared.claims, store, weights, algorithm, connection, keeper, progress, others,
             shared.steps_per_update,
         )  # fmt: skip
@@ -261,14 +266,14 @@ def _learn(
             leader.save(state_of(model, algorithm, task.observation_shape, task.num_actions), kind="final state")
 
 
-def _join(rank: int, shared: Shared, clock: PhaseClock) -> tuple[Reducer, Others]:
+def _join(rank: int, shared: Shared, clock: PhaseClock) -> tuple[Reducer, OtherMachines]:
     """(the sum over the learners that take a step together, what the leader knows of other machines)."""
     seat, flags = shared.seat, shared.flags
     if seat is None:
-        return join(shared.means, rank, shared.num_learners, clock), Others(flags)
+        return join(shared.means, rank, shared.num_learners, clock), OtherMachines(flags)
     assert isinstance(shared.means, SharedTensors)
     if shared.is_on_its_own:
-        return SharedMemoryReducer(shared.means, rank, clock), OnTheirOwn(flags)
-    leaders, beyond = join_leaders(seat, rank)
-    others = InStep(flags, leaders.sum, is_head=seat.node_rank == 0) if leaders else Others(flags)
+        return SharedMemoryReducer(shared.means, rank, clock), IndependentMachines(flags)
+    leaders, beyond = join_machines(seat, rank)
+    others = MachinesInStep(flags, leaders.sum, is_head=seat.node_rank == 0) if leaders else OtherMachines(flags)
     return SharedMemoryReducer(shared.means, rank, clock, beyond), others

@@ -18,12 +18,17 @@ from torch import Tensor
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.actor_learner import actor_learner
-from rl_cluster_benchmark.execution.actor_learner.actor_learner import Recorder, Replacements
+from rl_cluster_benchmark.execution.actor_learner.actor_learner import Replacements, UpdateRecorder
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
-from rl_cluster_benchmark.execution.machines.council import EXCHANGES, NUM_COUNTS, Council, exchanges_before
 from rl_cluster_benchmark.execution.machines.follower import Follower
-from rl_cluster_benchmark.execution.machines.leaders import Seat
-from rl_cluster_benchmark.execution.machines.machine import Machine
+from rl_cluster_benchmark.execution.machines.machine_averaging import (
+    EXCHANGES,
+    NUM_COUNTS,
+    MachineAveraging,
+    exchanges_before,
+)
+from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
 from rl_cluster_benchmark.execution.reports import order_of
 from rl_cluster_benchmark.learning.bad_numbers import mean_of
 from rl_cluster_benchmark.machine.planning import Plan
@@ -56,14 +61,14 @@ def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None
 class ActorLearnerMachine:
     """One machine's part of the run."""
 
-    council: Council
+    council: MachineAveraging
 
     def __init__(
         self, cluster: Cluster, config: Config, plan: Plan, folder: Path, checkpoint: Path | None,
         progress: dict[str, Any],
     ) -> None:  # fmt: skip
         self.cluster, self.config, self.plan, self.progress = cluster, config, plan, progress
-        self.shared = Shared(config, plan, folder, checkpoint, Seat.of(cluster, config))
+        self.shared = Shared(config, plan, folder, checkpoint, MachineSeat.of(cluster, config))
         self.replace = Replacements(self.shared, progress)
 
     def train(
@@ -73,14 +78,14 @@ class ActorLearnerMachine:
         """On the head, `hear` gets what the processes of all machines report: (machine, kind, content)."""
         shared, plan = self.shared, self.plan
         assert shared.seat is not None
-        council = self.council = Council(
+        council = self.council = MachineAveraging(
             shared.seat,
             counts=self.counts,
             exchange=PublishedParameters(shared) if shared.is_on_its_own else None,
             updates_between=self.config.cluster.sync_every * shared.seat.num_nodes,
             hear=hear,
         )
-        machine = Machine(
+        machine = MachineSupervisor(
             self.cluster, self.config, council, shared.flags, self.progress["steps"],
             look=look, start=start, times=self.times,
         )  # fmt: skip
@@ -124,7 +129,7 @@ class Records:
     """What the head hears of all machines, and how it becomes updates of the run."""
 
     def __init__(self, run: Run, here: ActorLearnerMachine) -> None:
-        self.run, self.here, self._recorder = run, here, Recorder(run)
+        self.run, self.here, self._recorder = run, here, UpdateRecorder(run)
         self._reporters = len(here.cluster.nodes) if here.shared.is_on_its_own else 1  # of steps and losses
         self._together: list[dict[str, Any]] = []
         self._asynchrony: dict[int, dict[str, float]] = {}  # of each machine, the last that was heard

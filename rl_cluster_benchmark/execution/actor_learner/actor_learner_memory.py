@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.execution.actor_learner.leader import Board
+from rl_cluster_benchmark.execution.actor_learner.leading_learner import StepBoard
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
-from rl_cluster_benchmark.execution.machines import machine
-from rl_cluster_benchmark.execution.machines.leaders import Seat
-from rl_cluster_benchmark.execution.machines.others import OnTheirOwn
+from rl_cluster_benchmark.execution.machines import machine_supervisor
+from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.execution.machines.other_machines import IndependentMachines
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer, gloo_file
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.machine.planning import Plan
@@ -25,7 +25,7 @@ class Shared:
     """What the processes of a run share on one machine. Handed to a spawned process, it is the same there."""
 
     def __init__(
-        self, config: Config, plan: Plan, folder: Path, resumed_path: Path | None, seat: Seat | None = None
+        self, config: Config, plan: Plan, folder: Path, resumed_path: Path | None, seat: MachineSeat | None = None
     ) -> None:
         """`seat` is this machine's among several."""
         self.config, self.plan, self.folder, self.resumed_path, self.seat = config, plan, folder, resumed_path, seat
@@ -39,11 +39,11 @@ class Shared:
         size = self.task.num_parameters
         self.flags = SharedTensors(
             {
-                **machine.layout(),
-                **Board.layout(min(each * plan.num_learners, sum(map(len, self.shards)))),
+                **machine_supervisor.layout(),
+                **StepBoard.layout(min(each * plan.num_learners, sum(map(len, self.shards)))),
                 "left_out": ((len(self.shards), CACHE_LINE), torch.int64),  # steps of each actor's bad unrolls
                 **process_times.layout(self.num_learners + len(self.shards)),
-                **(OnTheirOwn.layout(size) if self.is_on_its_own else {}),
+                **(IndependentMachines.layout(size) if self.is_on_its_own else {}),
             }
         )
         self.unrolls = UnrollStore.allocate(
@@ -70,8 +70,8 @@ class Shared:
     def saves(self) -> bool:
         return self.seat is None or self.seat.node_rank == 0
 
-    def board(self) -> Board:
-        return Board(self.flags, self.num_learners, self.plan.micro_batch // self.config.training.n_steps)
+    def board(self) -> StepBoard:
+        return StepBoard(self.flags, self.num_learners, self.plan.micro_batch // self.config.training.n_steps)
 
     def store(self) -> UnrollStore:
         return UnrollStore(self.unrolls, self.shards)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.core.errors import UserError
-from rl_cluster_benchmark.execution.actor_learner.unrolls import Fields, Layout
+from rl_cluster_benchmark.execution.actor_learner.unrolls import Fields, UnrollLayout
 
 
 class ReplayFile:
-    def __init__(self, folder: Path, capacity: int, layout: Layout) -> None:
+    def __init__(self, folder: Path, capacity: int, layout: UnrollLayout) -> None:
         self.capacity, self.added = capacity, 0
         size = capacity * sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

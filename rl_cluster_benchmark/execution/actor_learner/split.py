@@ -21,7 +21,7 @@ from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.env.environments import make_env
-from rl_cluster_benchmark.execution.actor_learner.leader import group_size
+from rl_cluster_benchmark.execution.actor_learner.leading_learner import group_size
 from rl_cluster_benchmark.experience.rollout import Collector
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine import detection, planning, process

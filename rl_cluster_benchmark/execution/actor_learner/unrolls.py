@@ -26,7 +26,7 @@ from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, SharedTenso
 
 STEP_FIELDS = ("actions", "log_probs", "rewards", "terminated", "truncated", "valid")
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+UnrollLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Fields(Protocol):
@@ -35,7 +35,7 @@ class Fields(Protocol):
     def __getitem__(self, name: str) -> Tensor: ...
 
 
-def unroll_layout(task: Task, n_steps: int) -> Layout:
+def unroll_layout(task: Task, n_steps: int) -> UnrollLayout:
     """Of one unroll."""
     return {
         "observations": ((n_steps + 1, *task.observation_shape), task.observation_dtype),

@@ -22,7 +22,7 @@ from rl_cluster_benchmark.algorithms.a2c import A2C
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.execution.loop import Worker, update
-from rl_cluster_benchmark.execution.machines import council, machine
+from rl_cluster_benchmark.execution.machines import machine_averaging, machine_supervisor
 from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP, reports
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.experience.rollout import Episode
@@ -84,11 +84,11 @@ def train(run: Run) -> None:
         run.finish(final_state)
 
 
-def layout(config: Config, num_workers: int) -> process_times.Layout:
+def layout(config: Config, num_workers: int) -> process_times.MemoryLayout:
     size = Task.of(config).num_parameters
     moments = OPTIMIZERS[config.training.optimizer].MOMENTS
     return {
-        **machine.layout(),
+        **machine_supervisor.layout(),
         "parameters": ((size,), torch.float32),
         "optimizer_steps": ((1,), torch.float32),
         **{f"moment_{name}": ((size,), torch.float32) for name in moments},
@@ -128,7 +128,9 @@ def work(
     assert isinstance(worker.algorithm, A2C)
     on_policy = worker.algorithm.on_policy
     share(on_policy.learner, shared, fill=rank == 0)
-    on_policy.normalize_rewards.reduce = SumSinceLastTime(shared["returns"], rank, shared["elsewhere"][council.MOMENTS])
+    on_policy.normalize_rewards.reduce = SumSinceLastTime(
+        shared["returns"], rank, shared["elsewhere"][machine_averaging.MOMENTS]
+    )
 
     def fetch() -> None:
         with course.clock.phase("communication"):
@@ -224,7 +226,7 @@ class HogwildCourse:
     @property
     def _steps(self) -> int:
         """Of all machines, those of others as far as they are known here."""
-        return self._steps_before + self.count(STEPS) + int(self.shared["elsewhere"][council.STEPS])
+        return self._steps_before + self.count(STEPS) + int(self.shared["elsewhere"][machine_averaging.STEPS])
 
     def is_complete(self) -> bool:
         return self._steps >= self.config.training.total_timesteps

@@ -16,10 +16,10 @@ from torch import Tensor
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.hogwild import hogwild
-from rl_cluster_benchmark.execution.machines.council import EXCHANGES, Council, exchanges_before
 from rl_cluster_benchmark.execution.machines.follower import Follower
-from rl_cluster_benchmark.execution.machines.leaders import Seat
-from rl_cluster_benchmark.execution.machines.machine import Machine
+from rl_cluster_benchmark.execution.machines.machine_averaging import EXCHANGES, MachineAveraging, exchanges_before
+from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
 from rl_cluster_benchmark.execution.reports import order_of
 from rl_cluster_benchmark.execution.task import deal
 from rl_cluster_benchmark.machine.planning import Plan
@@ -81,7 +81,7 @@ def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None
 class HogwildMachine:
     """One machine's part of the run."""
 
-    council: Council
+    council: MachineAveraging
     busy = False  # whatever is added to the parameters is in them at once
 
     def __init__(self, cluster: Cluster, config: Config, plan: Plan) -> None:
@@ -93,15 +93,15 @@ class HogwildMachine:
         start: Callable[[], None] = lambda: None, hear: Callable[[int, str, Any], None] = lambda *report: None,
     ) -> None:  # fmt: skip
         """On the head, `hear` gets what the workers of all machines report: (machine, kind, content)."""
-        config, plan, seat = self.config, self.plan, Seat.of(self.cluster, self.config)
-        council = self.council = Council(
+        config, plan, seat = self.config, self.plan, MachineSeat.of(self.cluster, self.config)
+        council = self.council = MachineAveraging(
             seat,
             counts=self.counts,
             exchange=self,
             updates_between=config.cluster.sync_every * seat.total_workers,
             hear=hear,
         )
-        machine = Machine(
+        machine = MachineSupervisor(
             self.cluster, config, council, self.shared, progress["steps"],
             look=look, start=start, times=self.shared["times"].tolist,
         )  # fmt: skip

@@ -26,11 +26,11 @@ from rl_cluster_benchmark.execution.in_step.data_parallel import (
 from rl_cluster_benchmark.execution.in_step.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.follower import Follower
-from rl_cluster_benchmark.execution.machines.leaders import (
-    Leaders,
+from rl_cluster_benchmark.execution.machines.machine_links import (
     LostContactError,
-    Seat,
-    join_leaders,
+    MachineLinks,
+    MachineSeat,
+    join_machines,
     the_leader_does,
 )
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
@@ -50,12 +50,12 @@ from rl_cluster_benchmark.run.run import Run
 ORDER, SIGNAL = 0, 1  # places in what the parent tells its workers
 
 
-class Node:
+class NodeWorkers:
     """One machine's part of the run: its workers, what it tells them, and what they tell it."""
 
     def __init__(self, cluster: Cluster, config: Config, plan: Plan) -> None:
         self.cluster, self.config, self.plan = cluster, config, plan
-        self.seat = Seat.of(cluster, config)
+        self.seat = MachineSeat.of(cluster, config)
         shards = deal(config.env.num_envs, cluster.num_workers)
         self.shards = self.seat.own(shards, plan.num_workers)
         longest = len(shards[0]) * config.training.n_steps
@@ -105,7 +105,7 @@ class Node:
 
 def train(run: Run, cluster: Cluster) -> None:
     """On the head: the same, and write everything down."""
-    node = Node(cluster, run.config, run.plan)
+    node = NodeWorkers(cluster, run.config, run.plan)
 
     def hear(rank: int, kind: str, content: Any) -> None:
         if kind == "started":
@@ -119,13 +119,14 @@ def train(run: Run, cluster: Cluster) -> None:
 
 def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
     """On every other machine."""
-    node = Node(cluster, config, plan)
+    node = NodeWorkers(cluster, config, plan)
     node.train(checkpoint, progress, look=Follower(cluster), hear=lambda rank, kind, content: None)
 
 
 def _work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    memory: SharedTensors, work: SharedWork | None, checkpoint_path: Path | None, progress: dict[str, Any], seat: Seat,
+    memory: SharedTensors, work: SharedWork | None, checkpoint_path: Path | None, progress: dict[str, Any],
+    seat: MachineSeat,
 ) -> None:  # fmt: skip
     """In a worker."""
     from rl_cluster_benchmark.run import checkpoint
@@ -135,7 +136,7 @@ def _work(
         keep_core()
     course = NodeCourse(rank, connection, config, shared, progress, seat)
     try:
-        leaders, beyond = join_leaders(seat, rank)
+        leaders, beyond = join_machines(seat, rank)
         everywhere = SharedMemoryReducer(memory, rank, course.clock, beyond)
         course.reduce, course.leaders = everywhere, leaders
         alone = config.cluster.sync == "local_sgd"
@@ -171,12 +172,12 @@ class NodeCourse(WorkerCourse):
     """A worker's view of a run on several machines. The head's first worker reports to the parent."""
 
     reduce: SharedMemoryReducer
-    leaders: Leaders | None
+    leaders: MachineLinks | None
     worker: Worker
 
     def __init__(
         self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any],
-        seat: Seat,
+        seat: MachineSeat,
     ) -> None:  # fmt: skip
         super().__init__(rank, connection, config, shared, progress)
         self.seat, self.num_workers = seat, seat.total_workers

@@ -14,7 +14,7 @@ from rl_cluster_benchmark.core.text import duration, whole
 from rl_cluster_benchmark.env import published
 from rl_cluster_benchmark.tools.analysis import groups as figures
 from rl_cluster_benchmark.tools.analysis import statistics
-from rl_cluster_benchmark.tools.analysis.groups import Group, Metric, Task, group_runs
+from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric, group_runs
 from rl_cluster_benchmark.tools.analysis.runs import LeftOut, RunRecord, load_runs
 from rl_cluster_benchmark.tools.analysis.statistics import Estimate
 
@@ -34,7 +34,7 @@ SEEDS_FOR_A_WINNER = 3  # with two, a bootstrap names a winner among equals in 8
 class Comparison:
     groups: list[Group]
     left_out: list[LeftOut]
-    thresholds: dict[Task, float | None]  # a reward; None where no episode has ended in some run
+    thresholds: dict[LearningTask, float | None]  # a reward; None where no episode has ended in some run
 
     @classmethod
     def load(cls, paths: Sequence[Path], *, unfinished: bool = False, threshold: float | None = None) -> Comparison:
@@ -52,7 +52,7 @@ class Comparison:
         return cls(groups, left_out, {t: _threshold(mine[t]) if threshold is None else threshold for t in tasks})
 
     @property
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[LearningTask]:
         return list(self.thresholds)
 
     @property
@@ -63,10 +63,10 @@ class Comparison:
     def runs(self) -> list[RunRecord]:
         return [run for group in self.groups for run in group.runs]
 
-    def of_task(self, task: Task) -> list[Group]:
+    def of_task(self, task: LearningTask) -> list[Group]:
         return [group for group in self.groups if group.task == task]
 
-    def group(self, variant: str, task: Task) -> Group | None:
+    def group(self, variant: str, task: LearningTask) -> Group | None:
         return next((g for g in self.groups if g.variant == variant and g.task == task), None)
 
     def speedup(self, group: Group) -> float | None:
@@ -133,7 +133,7 @@ class Comparison:
         }
 
     @property
-    def common_tasks(self) -> list[Task]:
+    def common_tasks(self) -> list[LearningTask]:
         return [task for task in self.tasks if all(self.group(variant, task) for variant in self.variants)]
 
     @property
@@ -246,7 +246,7 @@ def _threshold(groups: Sequence[Group]) -> float | None:
     return min(known) if len(known) == len(groups) else None
 
 
-def _has_range(task: Task) -> bool:
+def _has_range(task: LearningTask) -> bool:
     return published.normalized_score(task.env, 0.0) is not None
 
 

@@ -35,7 +35,7 @@ Metric = Callable[[RunRecord], float | None]
 
 
 @dataclass(frozen=True)
-class Task:
+class LearningTask:
     """What is to be learned: a game, its difficulty, its levels."""
 
     env: EnvConfig
@@ -48,7 +48,7 @@ class Task:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Task) and self.key == other.key
+        return isinstance(other, LearningTask) and self.key == other.key
 
     @property
     def game(self) -> str:
@@ -72,7 +72,7 @@ class Task:
 @dataclass(frozen=True)
 class Group:
     variant: str
-    task: Task
+    task: LearningTask
     runs: tuple[RunRecord, ...]  # in order of their seeds, each seed once
 
     @property
@@ -100,10 +100,10 @@ class Group:
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """In order of tasks, then of algorithms and modes as they come."""
     labels = _variant_labels(runs)
-    members: dict[tuple[str, Task], list[RunRecord]] = {}
+    members: dict[tuple[str, LearningTask], list[RunRecord]] = {}
     for run, label in zip(runs, labels, strict=True):
-        members.setdefault((label, Task(run.config.env)), []).append(run)
-    tasks = list(dict.fromkeys(Task(run.config.env) for run in sorted(runs, key=lambda run: run.game)))
+        members.setdefault((label, LearningTask(run.config.env)), []).append(run)
+    tasks = list(dict.fromkeys(LearningTask(run.config.env) for run in sorted(runs, key=lambda run: run.game)))
     groups = [Group(label, task, tuple(sorted(m, key=lambda r: r.seed))) for (label, task), m in members.items()]
     return sorted(groups, key=lambda group: tasks.index(group.task))
 
@@ -128,7 +128,7 @@ def _variant_labels(runs: Sequence[RunRecord]) -> list[str]:
             for text in (label, *(f"{label} setting {number}" for number in numbers))
             if taken.setdefault(text, tuple(mine.items())) == tuple(mine.items())
         )
-        place = (Task(run.config.env), run.seed)  # the same seed twice is no second seed
+        place = (LearningTask(run.config.env), run.seed)  # the same seed twice is no second seed
         repeats = (label, *(f"{label} repeat {number}" for number in numbers))
         label = next(text for text in repeats if (text, place) not in seen)
         seen.add((label, place))
@@ -243,7 +243,7 @@ def reached(run: RunRecord, threshold: float) -> tuple[float, float] | None:
     return (float(run.series["step"][there[0]]), float(run.series["time"][there[0]])) if len(there) else None
 
 
-def published_reward(task: Task, at_step: float, split: str = "train") -> float | None:
+def published_reward(task: LearningTask, at_step: float, split: str = "train") -> float | None:
     """What the published PPO had reached after as many steps; None before its first point or after its last."""
     points = published.curve(task.env, split)
     if not points or not points[0].step <= at_step <= points[-1].step:

@@ -16,7 +16,7 @@ from rl_cluster_benchmark.tools.analysis.runs import LeftOut, is_run, load_runs
 from rl_cluster_benchmark.tools.benchmark import matrix as matrices
 from rl_cluster_benchmark.tools.benchmark import removal
 from rl_cluster_benchmark.tools.benchmark.board import Board
-from rl_cluster_benchmark.tools.benchmark.cells import Progress, look_at, work_on
+from rl_cluster_benchmark.tools.benchmark.cells import CellProgress, look_at, work_on
 from rl_cluster_benchmark.tools.benchmark.matrix import Matrix
 from rl_cluster_benchmark.tools.reports.report import check_replaceable, write_report
 from rl_cluster_benchmark.tools.reports.tables import as_table
@@ -182,11 +182,11 @@ def _directories(directory: Path, matrix: Matrix) -> list[Path]:
     return [directory / CELLS / cell.name for cell in matrix.cells()]
 
 
-def _look_at_all(directory: Path, matrix: Matrix) -> list[Progress]:
+def _look_at_all(directory: Path, matrix: Matrix) -> list[CellProgress]:
     return [look_at(cell, directory / CELLS / cell.name, matrix) for cell in matrix.cells()]
 
 
-def _work(directory: Path, cells: Sequence[Progress], matrix: Matrix, signals: Signals, keep_partial: bool) -> int:
+def _work(directory: Path, cells: Sequence[CellProgress], matrix: Matrix, signals: Signals, keep_partial: bool) -> int:
     """Work on these cells, one after the other; returns the exit status."""
     (directory / CELLS).mkdir(parents=True, exist_ok=True)
     board = Board(cells, matrix)
@@ -201,13 +201,13 @@ def _work(directory: Path, cells: Sequence[Progress], matrix: Matrix, signals: S
     return 1 if any(progress.state == "failed" for progress in cells) else 0
 
 
-def _name_failed(cells: Sequence[Progress]) -> None:
+def _name_failed(cells: Sequence[CellProgress]) -> None:
     for progress in cells:
         if progress.state == "failed":
             print(f"Failed: {progress.cell.name}: {progress.reason}")
 
 
-def report(directory: Path, cells: Sequence[Progress]) -> None:
+def report(directory: Path, cells: Sequence[CellProgress]) -> None:
     """The table on the screen; the page, its Markdown and the figures in files."""
     runs, left_out = load_runs([progress.directory for progress in cells if progress.state == "done"])
     left_out += [LeftOut(p.directory, p.reason or p.state) for p in cells if p.state != "done"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.tools.analysis.runs import UnusableRunError, load_run
-from rl_cluster_benchmark.tools.benchmark.cells import Progress
+from rl_cluster_benchmark.tools.benchmark.cells import CellProgress
 from rl_cluster_benchmark.tools.benchmark.matrix import Matrix
 
 SECONDS_BETWEEN_DRAWINGS = 2.0
@@ -23,7 +23,7 @@ HEAD = ("cell", "state", "steps", "FPS", "reward", "training levels", "unseen le
 class Board:
     """Redrawn in place on a terminal; a line now and then elsewhere."""
 
-    def __init__(self, cells: Sequence[Progress], matrix: Matrix) -> None:
+    def __init__(self, cells: Sequence[CellProgress], matrix: Matrix) -> None:
         self.cells, self.matrix = cells, matrix
         self._is_live = sys.stdout is not None and sys.stdout.isatty()
         self._height = 0
@@ -81,7 +81,7 @@ class Board:
             left += max(1.0, whole - spent)
         return left
 
-    def _expected(self, progress: Progress) -> float | None:
+    def _expected(self, progress: CellProgress) -> float | None:
         done = [p for p in self.cells if p.state == "done" and p.seconds is not None]
         total = self.matrix.total_timesteps
         if self.matrix.duration_hours is not None and not (total and done):  # with both, steps may end a cell first
@@ -121,7 +121,7 @@ class Board:
                 print(f"{name}: {progress.state}{why}{f' ({facts})' if facts else ''} | {self.status()}", flush=True)
 
 
-def _row(progress: Progress) -> list[str]:
+def _row(progress: CellProgress) -> list[str]:
     run = progress.run
     state = progress.state if progress.reason is None else f"{progress.state}: {progress.reason}"
     if run is None or progress.state == "to come":

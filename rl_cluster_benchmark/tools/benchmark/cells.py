@@ -22,7 +22,7 @@ SPARE_SECONDS = 900.0  # beyond twice its duration, after which a timed run is e
 
 
 @dataclass
-class Progress:
+class CellProgress:
     """What is known about a cell."""
 
     cell: Cell
@@ -37,15 +37,15 @@ class Progress:
         return log_of(self.directory)
 
 
-def look_at(cell: Cell, directory: Path, matrix: Matrix) -> Progress:
+def look_at(cell: Cell, directory: Path, matrix: Matrix) -> CellProgress:
     """What an earlier call has left of the cell; only what is complete counts."""
-    progress = Progress(cell, directory)
+    progress = CellProgress(cell, directory)
     try:
         run = load_run(directory)
     except UnusableRunError:
         return progress
     if run.state == "finished" and not _missing_levels(run, matrix):
-        return Progress(cell, directory, "done", None, run, _seconds_taken(run))
+        return CellProgress(cell, directory, "done", None, run, _seconds_taken(run))
     return progress
 
 
@@ -56,7 +56,9 @@ def _seconds_taken(run: RunRecord) -> float:
     return training + min(MOST_OVERHEAD, max(0.0, evaluated - (run.path / "config.yaml").stat().st_mtime - training))
 
 
-def work_on(progress: Progress, matrix: Matrix, signals: Signals, look: Callable[[], None], keep_partial: bool) -> None:
+def work_on(
+    progress: CellProgress, matrix: Matrix, signals: Signals, look: Callable[[], None], keep_partial: bool
+) -> None:
     """Train, unless that is done; evaluate, as far as that is not. Leaves the cell done, failed or to come."""
     started = time.monotonic()
     try:
@@ -89,7 +91,7 @@ class _Failed(Exception):  # noqa: N818
 
 
 def _train(
-    progress: Progress, matrix: Matrix, signals: Signals, look: Callable[[], None], keep_partial: bool
+    progress: CellProgress, matrix: Matrix, signals: Signals, look: Callable[[], None], keep_partial: bool
 ) -> RunRecord:
     """From the beginning, unless partial runs are to be kept: a resumed run meets other levels than a whole one."""
     how = "--resume-if-present" if keep_partial else "--overwrite"
@@ -103,7 +105,7 @@ def _train(
 
 
 def _evaluate(
-    progress: Progress, run: RunRecord, levels: str, matrix: Matrix, signals: Signals, look: Callable[[], None]
+    progress: CellProgress, run: RunRecord, levels: str, matrix: Matrix, signals: Signals, look: Callable[[], None]
 ) -> None:
     directory = RunDirectory.of(run.config.model_copy(update={"output_dir": str(progress.directory)}))
     call = ["evaluate", "--checkpoint", str(directory.final_checkpoint()), "--levels", levels]
@@ -117,7 +119,7 @@ def _evaluate(
 
 
 def _call(
-    progress: Progress, call: list[str], signals: Signals, look: Callable[[], None], deadline: float | None = None
+    progress: CellProgress, call: list[str], signals: Signals, look: Callable[[], None], deadline: float | None = None
 ) -> None:
     status = run_child(call, progress.log, signals, look, deadline)
     if signals.received is not None:
@@ -154,7 +156,7 @@ def _missing_levels(run: RunRecord, matrix: Matrix) -> list[str]:
     ]
 
 
-def _wait_for_orphan(progress: Progress, signals: Signals) -> None:
+def _wait_for_orphan(progress: CellProgress, signals: Signals) -> None:
     """A benchmark that was killed asked its run to end; that may take a moment."""
     end = time.monotonic() + SECONDS_FOR_AN_ORPHAN
     while is_running(progress.directory):

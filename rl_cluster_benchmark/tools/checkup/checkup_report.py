@@ -27,7 +27,7 @@ class Trouble(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Machine:
+class CheckedMachine:
     """As ssh found it (None: we are in its allocation), and as it was measured (None: it was not)."""
 
     answer: Answer | None
@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Checkup:
-    machines: Sequence[Machine]
+    machines: Sequence[CheckedMachine]
     sums: Sums | None = None
     errors: Mapping[str, str] = field(default_factory=dict)  # of machines that did not come to the measurement
 
@@ -55,9 +55,9 @@ class Checkup:
         """Machines that could meet were measured in the order of their answers."""
         members = list(measured.members) if measured else []
         if not answers:
-            return cls([Machine(None, member) for member in members], measured.sums if measured else None)
+            return cls([CheckedMachine(None, member) for member in members], measured.sums if measured else None)
         of_host = dict(zip((answer.host.name for answer in able_to_meet(answers)), members, strict=False))
-        machines = [Machine(answer, of_host.get(answer.host.name)) for answer in answers]
+        machines = [CheckedMachine(answer, of_host.get(answer.host.name)) for answer in answers]
         return cls(machines, measured.sums if measured else None, errors or {})
 
     @property
@@ -78,7 +78,7 @@ def text(checkup: Checkup) -> tuple[str, bool]:
     return "\n".join(lines), stops
 
 
-def _row(machine: Machine) -> list[str]:
+def _row(machine: CheckedMachine) -> list[str]:
     member, versions = machine.member, machine.versions
     known = [versions.get(name) or NOTHING for name in ("rl_cluster_benchmark", "torch", "python")]
     if member is None:

@@ -29,14 +29,14 @@ def spread_of(members: Sequence[Member]) -> model.Spread:
     return model.Spread(between, jitter, piece_seconds=statistics.median(times))
 
 
-def work_of(members: Sequence[Member], vector_bytes: int, *, times: int = 1) -> model.Work:
+def work_of(members: Sequence[Member], vector_bytes: int, *, times: int = 1) -> model.MachineWork:
     """Of a machine in an update of the preset, a worker on each core, `times` its minibatch."""
     training = config_files.load(PRESET).training
     per_worker = (config_files.load(PRESET).parallel.num_envs_per_worker or 1) * training.n_steps
     workers = sum(member.usable_cores for member in members)
     each_epoch = max(1, round(workers * per_worker / (training.batch_size * times)))
     sample = statistics.mean(member.pass_seconds for member in members) / SAMPLES  # on one core, of one worker
-    return model.Work(
+    return model.MachineWork(
         steps=per_worker * workers / len(members),
         rollout_seconds=INFERENCE * sample * per_worker,
         minibatch_seconds=sample * per_worker / each_epoch,

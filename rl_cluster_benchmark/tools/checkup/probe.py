@@ -22,7 +22,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.env.environments import PROCGEN
-from rl_cluster_benchmark.execution.machines.leaders import Leaders, Seat
+from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat
 from rl_cluster_benchmark.machine import planning, process
 from rl_cluster_benchmark.nets.models import make_model
 
@@ -95,7 +95,7 @@ def measure(config: Config, placement: Placement, signals: Signals) -> Measureme
         store, prefix, rank, nodes = gather(config, placement, signals)
         store.set(f"python/{rank}", platform.python_version())
         pythons = [store.get(f"python/{other}").decode() for other in range(len(nodes))]
-    seat = Seat(
+    seat = MachineSeat(
         node_rank=rank,
         num_nodes=len(nodes),
         first_worker=rank,
@@ -111,7 +111,7 @@ def measure(config: Config, placement: Placement, signals: Signals) -> Measureme
     speed = [statistics.median(passes), statistics.pstdev(passes) / statistics.mean(passes)]
     if len(nodes) == 1:
         return Measurements([_member(nodes[0], pythons[0], None, speed)], None)
-    leaders = Leaders(seat)
+    leaders = MachineLinks(seat)
     try:
         links = _links(rank, len(nodes))
         sums = _sums(leaders)
@@ -182,14 +182,14 @@ def _ask(other: int) -> Link:
     return Link(skew, round_trip, 2 * load.nbytes / max(min(echoes) - round_trip, 1e-9))
 
 
-def _sums(leaders: Leaders) -> Sums:
+def _sums(leaders: MachineLinks) -> Sums:
     gradient, numbers = torch.zeros(GRADIENT), torch.zeros(NUMBERS, dtype=torch.float64)
     small, plain = (_median_seconds(leaders, tensor) for tensor in (numbers, gradient))
     leaders.seat = replace(leaders.seat, compression="bfloat16")
     return Sums(leaders.seat.num_nodes, gradient.nbytes, small, plain, _median_seconds(leaders, gradient))
 
 
-def _median_seconds(leaders: Leaders, tensor: torch.Tensor) -> float:
+def _median_seconds(leaders: MachineLinks, tensor: torch.Tensor) -> float:
     """As many sums as the head finds time for."""
     for _ in range(WARM_UP):
         start = time.perf_counter()

@@ -45,11 +45,11 @@ def open_screen(video: str | None, render: bool) -> Screen | None:
     if video is not None and render:
         raise UserError("Give either --video or --render, not both.")
     if video is not None:
-        return Recorder(Path(video))
+        return FrameRecorder(Path(video))
     return Window() if render else None
 
 
-class Recorder:
+class FrameRecorder:
     """Keeps the frames of the first environments; writes them when closed."""
 
     def __init__(self, path: Path) -> None:

@@ -63,7 +63,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Rate:
+class PassRate:
     """Of one kind of pass, in a process."""
 
     samples: float  # a second of the pass, in one process
@@ -94,7 +94,7 @@ class Profile:
     def of_role(self, *roles: str) -> list[Process]:
         return [process for process in self.processes if process.role in roles]
 
-    def rate(self, kind: str) -> Rate | None:
+    def rate(self, kind: str) -> PassRate | None:
         """Of forward, backward or inference passes; None if there were none."""
         seconds = sum(process.pass_seconds.get(kind, 0.0) for process in self.processes)
         samples = sum(process.samples[kind] for process in self.processes)
@@ -103,7 +103,7 @@ class Profile:
         flops = self.cost.backward_flops if kind == BACKWARD else self.cost.forward_flops
         busy = self.threads * len(self.processes)
         peak = self.peak.of(self.precision, self.threads, busy) if self.peak else None
-        return Rate(samples / seconds, samples / seconds * flops / 1e9, peak)
+        return PassRate(samples / seconds, samples / seconds * flops / 1e9, peak)
 
     @property
     def own_cpu(self) -> float:

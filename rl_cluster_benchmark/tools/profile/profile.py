@@ -36,7 +36,7 @@ SECONDS_TO_WRITE = 300.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     seconds: float  # of the run after its first update
     output_dir: Path
     overwrite: bool
@@ -45,7 +45,7 @@ class Settings:
     flame: bool
 
 
-def profile(config: Config, settings: Settings, signals: Signals) -> int:
+def profile(config: Config, settings: ProfileSettings, signals: Signals) -> int:
     """Measure, print, write; returns the exit status."""
     config = _measured(config)
     if settings.trace is not None:
@@ -93,7 +93,7 @@ def _measured(config: Config) -> Config:
 class WatchedRun:
     """`rlcb train` in a process of its own, led from stage to stage (observer.py)."""
 
-    def __init__(self, config: Config, folder: Path, settings: Settings, signals: Signals) -> None:
+    def __init__(self, config: Config, folder: Path, settings: ProfileSettings, signals: Signals) -> None:
         self.settings, self.signals, self.folder = settings, signals, folder
         self.notes = folder / "notes"
         self.notes.mkdir()

@@ -43,7 +43,7 @@ TYPICAL = {  # round trip in seconds, bits per second
 class Measured:
     """Of this machine; what `projection.json` keeps, so that other networks need no new measurement."""
 
-    work: model.Work
+    work: model.MachineWork
     spread: model.Spread
     software: model.Network  # between processes on this machine: what Gloo itself takes
     sync_every: int
@@ -104,7 +104,7 @@ def _alone(config: Config) -> Config:
     return config
 
 
-def work_from(config: Config, rate: Rate) -> model.Work:
+def work_from(config: Config, rate: Rate) -> model.MachineWork:
     """An update, divided into its rollout and its minibatches."""
     from rl_cluster_benchmark.execution.reduce import VECTOR_SPARE
     from rl_cluster_benchmark.execution.task import Task
@@ -113,14 +113,14 @@ def work_from(config: Config, rate: Rate) -> model.Work:
     seconds = rate.seconds / rate.updates
     learning = sum(rate.shares[phase] for phase in ("update", "communication", "waiting"))
     _, minibatches = optimizer_steps(config, rate.summary)
-    return model.Work(
+    return model.MachineWork(
         steps=rate.fps * seconds,
         rollout_seconds=(1 - learning) * seconds,
         minibatch_seconds=learning * seconds / minibatches,
         minibatches=minibatches,
         vector_bytes=4 * (Task.of(config).num_parameters + VECTOR_SPARE),
         state_vectors=1 + len(OPTIMIZERS[config.training.optimizer].MOMENTS),
-        small_sums=model.Work.small_sums - (not config.training.normalize_reward),
+        small_sums=model.MachineWork.small_sums - (not config.training.normalize_reward),
     )
 
 

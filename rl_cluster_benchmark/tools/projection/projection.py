@@ -29,7 +29,7 @@ GOOD = 0.8
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProjectionSettings:
     nodes: Sequence[int]
     seconds: float
     output_dir: Path
@@ -41,7 +41,7 @@ class Settings:
     spread: float | None  # relative standard deviation of the machines' speeds
 
 
-def project(config: Config, settings: Settings, signals: Signals) -> int:
+def project(config: Config, settings: ProjectionSettings, signals: Signals) -> int:
     """Measure, project, print, write; returns the exit status."""
     lock = lock_directory(settings.output_dir)
     try:
@@ -61,7 +61,7 @@ def project(config: Config, settings: Settings, signals: Signals) -> int:
     return 0 if signals.received is None else 128 + signals.received
 
 
-def _measured(config: Config, settings: Settings, signals: Signals) -> Measured:
+def _measured(config: Config, settings: ProjectionSettings, signals: Signals) -> Measured:
     if settings.measured is not None:
         return Measured.from_file(settings.measured)
     print(f"Training on this machine alone for {settings.seconds:g} s after the first update ...", flush=True)
@@ -70,7 +70,7 @@ def _measured(config: Config, settings: Settings, signals: Signals) -> Measured:
 
 
 def make_report(
-    measured: Measured, settings: Settings, given: tuple[model.Network, float] | None = None
+    measured: Measured, settings: ProjectionSettings, given: tuple[model.Network, float] | None = None
 ) -> dict[str, Any]:
     between = settings.spread if settings.spread is not None else given[1] if given else measured.spread.between
     spread = replace(measured.spread, between=between)
@@ -94,7 +94,9 @@ def make_report(
     }
 
 
-def _networks(measured: Measured, settings: Settings, given: model.Network | None) -> dict[str, model.Network]:
+def _networks(
+    measured: Measured, settings: ProjectionSettings, given: model.Network | None
+) -> dict[str, model.Network]:
     if given is not None:
         return {"measured": given}
     known = inputs.TYPICAL

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rl_cluster_benchmark.env import published
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import REWARD, Axis, Curve, curve
-from rl_cluster_benchmark.tools.analysis.groups import Task
+from rl_cluster_benchmark.tools.analysis.groups import LearningTask
 from rl_cluster_benchmark.tools.reports.plots import open_figure, save_figure
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def plot_comparison(comparison: Comparison, output: Path, x: Axis = "step", titl
     return save_figure(figure, output)
 
 
-def _draw_panel(axis: Axes, comparison: Comparison, task: Task, metric: str, x: Axis) -> None:
+def _draw_panel(axis: Axes, comparison: Comparison, task: LearningTask, metric: str, x: Axis) -> None:
     for index, variant in enumerate(comparison.variants):
         group = comparison.group(variant, task)
         line = curve(group, metric, x) if group else None
@@ -71,7 +71,7 @@ def _draw_curve(axis: Axes, line: Curve, color: str, label: str, scale: float) -
     axis.fill_between(scale * line.x[early:], line.low[early:], line.high[early:], color=color, alpha=0.15, linewidth=0)
 
 
-def _draw_published(axis: Axes, comparison: Comparison, task: Task, x: Axis) -> None:
+def _draw_published(axis: Axes, comparison: Comparison, task: LearningTask, x: Axis) -> None:
     last = max(run.summary.total_timesteps for group in comparison.of_task(task) for run in group.runs)
     points: list[Any] = published.curve(task.env) if x == "step" else []
     shown = [p for p in points if p.step <= 1.3 * last]
@@ -85,7 +85,7 @@ def _draw_published(axis: Axes, comparison: Comparison, task: Task, x: Axis) -> 
         axis.plot([], [], " ", label=text)
 
 
-def _draw_progress(axis: Axes, comparison: Comparison, task: Task) -> None:
+def _draw_progress(axis: Axes, comparison: Comparison, task: LearningTask) -> None:
     for index, variant in enumerate(comparison.variants):
         group = comparison.group(variant, task)
         for number, run in enumerate(group.runs if group else ()):

@@ -15,7 +15,7 @@ from rl_cluster_benchmark.tools.analysis import statistics
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import REWARD, Axis, curve
 from rl_cluster_benchmark.tools.analysis.evaluations import how_played
-from rl_cluster_benchmark.tools.analysis.groups import Group, Metric, Task
+from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric
 from rl_cluster_benchmark.tools.analysis.statistics import ONE_SEED, Estimate
 from rl_cluster_benchmark.tools.analysis.verdicts import headline, interval
 from rl_cluster_benchmark.tools.reports import tables
@@ -125,7 +125,7 @@ def _line(group: Group, metric: str, axis: Axis) -> dict[str, Any]:
     return result
 
 
-def _published_line(comparison: Comparison, task: Task) -> dict[str, Any]:
+def _published_line(comparison: Comparison, task: LearningTask) -> dict[str, Any]:
     last = max(run.summary.total_timesteps for group in comparison.of_task(task) for run in group.runs)
     points = [point for point in published.curve(task.env) if point.step <= 1.3 * last]
     return {"x": [p.step for p in points], "y": [p.mean for p in points]}
@@ -139,7 +139,7 @@ def _rounded(values: Any) -> list[float]:
 # Tables and bars
 
 
-def _task(comparison: Comparison, task: Task) -> dict[str, Any]:
+def _task(comparison: Comparison, task: LearningTask) -> dict[str, Any]:
     groups = comparison.of_task(task)
     points = published.curve(task.env)
     shown = _published_line(comparison, task)["x"]

@@ -13,7 +13,7 @@ from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.tools.analysis import groups as figures
 from rl_cluster_benchmark.tools.analysis import statistics
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
-from rl_cluster_benchmark.tools.analysis.groups import Group, Metric, Task
+from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric
 from rl_cluster_benchmark.tools.analysis.statistics import ONE_SEED, Estimate
 from rl_cluster_benchmark.tools.analysis.verdicts import headline, interval
 
@@ -48,7 +48,7 @@ def as_markdown(comparison: Comparison) -> str:
     return "\n".join([*lines, *map(text.escape_markdown, _closing(comparison, ""))])
 
 
-def task_table(comparison: Comparison, task: Task, make: MakeTable) -> list[str]:
+def task_table(comparison: Comparison, task: LearningTask, make: MakeTable) -> list[str]:
     """Speed, then reward: a row per variant in each."""
     groups = comparison.of_task(task)
     lines: list[str] = []
@@ -59,7 +59,7 @@ def task_table(comparison: Comparison, task: Task, make: MakeTable) -> list[str]
     return lines[:-1]
 
 
-def speed_rows(comparison: Comparison, task: Task) -> list[list[str]]:
+def speed_rows(comparison: Comparison, task: LearningTask) -> list[list[str]]:
     """The head, then a row per variant."""
     threshold = comparison.thresholds[task]
     reach = f"time to {text.decimal(threshold)}" if threshold is not None else "time to reward"
@@ -81,7 +81,7 @@ def speed_rows(comparison: Comparison, task: Task) -> list[list[str]]:
     return _without_empty_columns(rows)
 
 
-def reward_rows(comparison: Comparison, task: Task) -> list[list[str]]:
+def reward_rows(comparison: Comparison, task: LearningTask) -> list[list[str]]:
     """The head, then a row per variant."""
     rows = [["run", "reward in training", "training levels", "unseen levels", "all levels", "gap", "published PPO"]]
     metrics = (figures.final_reward, figures.train_reward, figures.test_reward, figures.all_reward, figures.gap)

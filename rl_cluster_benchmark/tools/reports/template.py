@@ -15,7 +15,7 @@ from rl_cluster_benchmark.run.episodes import WINDOW
 from rl_cluster_benchmark.tools.analysis import groups as figures
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation, how_played
-from rl_cluster_benchmark.tools.analysis.groups import Group, Metric, Task
+from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord
 from rl_cluster_benchmark.tools.analysis.statistics import ONE_SEED, Estimate
 from rl_cluster_benchmark.tools.analysis.verdicts import headline
@@ -73,7 +73,7 @@ def as_template(comparison: Comparison) -> str:
     return "\n\n".join("\n".join(_task_block(comparison, task)) for task in comparison.tasks)
 
 
-def _task_block(comparison: Comparison, task: Task) -> list[str]:
+def _task_block(comparison: Comparison, task: LearningTask) -> list[str]:
     groups = comparison.of_task(task)
     lines = [*_machine(groups, task), ""]
     for group in groups:
@@ -84,7 +84,7 @@ def _task_block(comparison: Comparison, task: Task) -> list[str]:
     return [*map(text.plain, lines), HEAVY]
 
 
-def _machine(groups: list[Group], task: Task) -> list[str]:
+def _machine(groups: list[Group], task: LearningTask) -> list[str]:
     """The machine of the runs, as far as they name it; this one's name and memory where it is the same."""
     run = groups[0].runs[0]
     here = detection.detect()

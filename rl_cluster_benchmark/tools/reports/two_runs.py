@@ -9,7 +9,7 @@ from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, 
 from rl_cluster_benchmark.core.text import NOTHING, decimal, plain, whole
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import Axis
-from rl_cluster_benchmark.tools.analysis.groups import Task, machines
+from rl_cluster_benchmark.tools.analysis.groups import LearningTask, machines
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord, UnusableRunError, load_run, require_usable
 from rl_cluster_benchmark.tools.reports.comparison_plot import plot_comparison
 from rl_cluster_benchmark.tools.reports.plots import picture_file
@@ -66,8 +66,8 @@ def _load(flag: str, path: Path, unfinished: bool) -> RunRecord:
 def differences(one: RunRecord, other: RunRecord) -> list[str]:
     """What the runs differ by besides the mode, in sentences."""
     found = []
-    if Task(one.config.env) != Task(other.config.env):
-        tasks = f"{Task(one.config.env)} and {Task(other.config.env)}"
+    if LearningTask(one.config.env) != LearningTask(other.config.env):
+        tasks = f"{LearningTask(one.config.env)} and {LearningTask(other.config.env)}"
         found.append(f"The runs are of different tasks ({tasks}): neither their speeds nor their rewards compare.")
     if one.algorithm != other.algorithm:
         found.append(f"The runs are of different algorithms: {one.algorithm} and {other.algorithm}.")
@@ -75,7 +75,7 @@ def differences(one: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _speeds_compare(one: RunRecord, other: RunRecord) -> bool:
-    return len(machines([one, other])) < 2 and Task(one.config.env) == Task(other.config.env)
+    return len(machines([one, other])) < 2 and LearningTask(one.config.env) == LearningTask(other.config.env)
 
 
 def speedup(one: RunRecord, other: RunRecord) -> float | None:

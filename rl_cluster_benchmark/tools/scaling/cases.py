@@ -47,7 +47,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Work:
+class UpdateWork:
     """What an update consists of, whoever does it."""
 
     num_envs: int  # in all; or of each worker, when `per_worker`
@@ -55,7 +55,7 @@ class Work:
     minibatches: int
 
     @classmethod
-    def of(cls, config: Config, envs_per_worker: int | None, machine: Machine) -> Work:
+    def of(cls, config: Config, envs_per_worker: int | None, machine: Machine) -> UpdateWork:
         """Of the run that `rlcb train --mode parallel` with this config would be; or with the environments per worker
         fixed, and as many minibatches as that run has."""
         parallel = config.parallel
@@ -97,11 +97,11 @@ def make_cases(config: Config, counts: Sequence[int], envs_per_worker: int | Non
         raise UserError(
             f"A worker is measured on one core: hardware.num_threads = {config.hardware.num_threads} must be 1."
         )
-    work = Work.of(config, envs_per_worker, machine)
+    work = UpdateWork.of(config, envs_per_worker, machine)
     return [_case(config, workers, work, machine) for workers in counts]
 
 
-def _case(config: Config, workers: int, work: Work, machine: Machine) -> Case:
+def _case(config: Config, workers: int, work: UpdateWork, machine: Machine) -> Case:
     envs, n_steps = work.envs_of_each(workers), config.training.n_steps
     if envs * n_steps % work.minibatches:
         raise UserError(

@@ -40,7 +40,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Work:
+class MachineWork:
     """Of one machine in one update, as measured without any other machine."""
 
     steps: float  # of its environments
@@ -120,7 +120,7 @@ def waiting_seconds(nodes: int, seconds: float, spread: Spread) -> float:
 
 
 def project(
-    strategy: str, nodes: int, work: Work, network: Network, spread: Spread, *, sync_every: int = 8
+    strategy: str, nodes: int, work: MachineWork, network: Network, spread: Spread, *, sync_every: int = 8
 ) -> Projection:
     """One strategy on so many machines. `sync_every` is local_sgd's, and that of asynchronous averages."""
     waiting = communication = 0.0
@@ -140,14 +140,14 @@ def project(
     )
 
 
-def _gradient_seconds(strategy: str, nodes: int, work: Work, network: Network) -> float:
+def _gradient_seconds(strategy: str, nodes: int, work: MachineWork, network: Network) -> float:
     if strategy == COMPRESSED:
         return ring_seconds(nodes, work.vector_bytes / 2 + EXACT_BYTES, network) + network.cast_seconds
     return ring_seconds(nodes, work.vector_bytes, network)
 
 
 def updates_between_averages(
-    strategy: str, nodes: int, work: Work, network: Network, *, sync_every: int
+    strategy: str, nodes: int, work: MachineWork, network: Network, *, sync_every: int
 ) -> float | None:
     """That a machine makes: as asked, and with async at least as many as the network needs for an average."""
     if strategy not in (LOCAL_SGD, ASYNCHRONOUS):

@@ -29,7 +29,7 @@ COPIED_FROM_RUN = ("algorithm", "env", "precision", "engine", "cpu_model", "git_
 
 
 @dataclass(frozen=True)
-class Settings:
+class SweepSettings:
     workers: Sequence[int] | None  # None: powers of two up to the usable cores
     envs_per_worker: int | None  # None: the total stays the same
     seconds: float
@@ -38,7 +38,7 @@ class Settings:
     overwrite: bool
 
 
-def scaling(config: Config, settings: Settings, signals: Signals) -> int:
+def scaling(config: Config, settings: SweepSettings, signals: Signals) -> int:
     """Measure, print, write; returns the exit status."""
     machine = detection.detect()
     counts, skipped = choose_counts(settings.workers, machine)
@@ -61,7 +61,7 @@ def scaling(config: Config, settings: Settings, signals: Signals) -> int:
 @dataclass
 class Sweep:
     config: Config
-    settings: Settings
+    settings: SweepSettings
     signals: Signals
     cases: list[Case]
     rounds: list[list[Round]] = field(init=False)  # of each case
@@ -137,7 +137,7 @@ def runs_folder(output_dir: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _header(config: Config, cases: Sequence[Case], settings: Settings) -> list[str]:
+def _header(config: Config, cases: Sequence[Case], settings: SweepSettings) -> list[str]:
     machine, first = detection.detect(), cases[0]
     if settings.envs_per_worker is None:
         kind = f"strong: {first.num_envs} environments in all, shared by the workers; the same learning problem for all"

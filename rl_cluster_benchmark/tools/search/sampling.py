@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.seeding import integer_seed
-from rl_cluster_benchmark.tools.search.search_space import Parameter, Params, Space
+from rl_cluster_benchmark.tools.search.search_space import Parameter, Params, SearchSpace
 from rl_cluster_benchmark.tools.search.study import Trial
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def require_optuna() -> Any:
     return optuna
 
 
-def suggest(space: Space, number: int, ended: Sequence[Trial]) -> Params:
+def suggest(space: SearchSpace, number: int, ended: Sequence[Trial]) -> Params:
     """Return the parameters of trial `number`; the first trials are the candidates, with what they leave out added."""
     study = _study(space, number, ended)
     if number < len(space.candidates):
@@ -50,7 +50,7 @@ def suggest(space: Space, number: int, ended: Sequence[Trial]) -> Params:
     return params
 
 
-def importances(space: Space, trials: Sequence[Trial]) -> dict[str, float] | None:
+def importances(space: SearchSpace, trials: Sequence[Trial]) -> dict[str, float] | None:
     """Return how much each parameter decides whether a trial is among the best quarter; None for too few trials.
 
     Trials are compared after equal numbers of steps: at the first rung, which all of them reach, or without rungs at
@@ -71,7 +71,7 @@ def importances(space: Space, trials: Sequence[Trial]) -> dict[str, float] | Non
     return {key: found[key] for key in sorted(found, key=lambda key: (-found[key], key))}
 
 
-def _study(space: Space, number: int, ended: Sequence[Trial]) -> optuna.Study:
+def _study(space: SearchSpace, number: int, ended: Sequence[Trial]) -> optuna.Study:
     """Return a study of the trials that have ended; one that failed ranks behind all others."""
     optuna = require_optuna()
     sampler = optuna.samplers.TPESampler(
@@ -89,7 +89,7 @@ def _study(space: Space, number: int, ended: Sequence[Trial]) -> optuna.Study:
     return study
 
 
-def _frozen(space: Space, params: Params, **result: Any) -> optuna.trial.FrozenTrial:
+def _frozen(space: SearchSpace, params: Params, **result: Any) -> optuna.trial.FrozenTrial:
     return require_optuna().trial.create_trial(
         params={key: _encoded(space.space[key], value) for key, value in params.items()},
         distributions={key: _distribution(space.space[key]) for key in params},

@@ -15,7 +15,7 @@ from rl_cluster_benchmark.tools.search.study import Trial
 SECONDS_BETWEEN_LOOKS = 10.0  # at what other processes have done
 
 
-class Progress:
+class SearchProgress:
     """Trials done, the best so far, the time left. `limit` and `seconds` end the search, if they are given."""
 
     def __init__(self, trials: Sequence[Trial], limit: int | None, seconds: float | None, jobs: int) -> None:

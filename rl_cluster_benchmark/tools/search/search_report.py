@@ -13,7 +13,7 @@ from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.tools.reports.plots import open_figure, save_figure
 from rl_cluster_benchmark.tools.search.sampling import FEWEST_FOR_IMPORTANCES, TOP, importances
-from rl_cluster_benchmark.tools.search.search_space import Space
+from rl_cluster_benchmark.tools.search.search_space import SearchSpace
 from rl_cluster_benchmark.tools.search.study import Study, Trial
 
 BEST, CSV, HISTORY, IMPORTANCES = "best.yaml", "trials.csv", "history.png", "importances.png"
@@ -34,7 +34,7 @@ def settings_of(trial: Trial) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {_short(value)}" for key, value in trial.params.items())
 
 
-def sentence(trial: Trial, space: Space) -> str:
+def sentence(trial: Trial, space: SearchSpace) -> str:
     """Return how a trial ended."""
     took = f" ({text.duration(trial.seconds)})"
     if trial.state == "failed":
@@ -92,7 +92,7 @@ def write_tables(study: Study) -> list[str]:
     return [BEST, CSV]
 
 
-def as_csv(space: Space, trials: Sequence[Trial]) -> str:
+def as_csv(space: SearchSpace, trials: Sequence[Trial]) -> str:
     """Return all trials, best first: state, score, score at each rung, mean return of each run, parameters."""
     rungs, runs = [rung.at for rung in space.prune], list(space.runs())
     output = io.StringIO()
@@ -111,7 +111,7 @@ def _csv_value(value: Any) -> Any:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _table(space: Space, trials: Sequence[Trial]) -> list[str]:
+def _table(space: SearchSpace, trials: Sequence[Trial]) -> list[str]:
     runs = list(space.runs())
     head = ["trial", "score", *runs, *(key.rpartition(".")[2] for key in space.space), "time", ""]
     rows = []

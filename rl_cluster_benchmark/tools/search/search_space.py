@@ -71,7 +71,7 @@ class Rung(Part):
     after: Annotated[Int, Field(ge=1)] = 4  # trials that reach the rung before any is stopped
 
 
-class Space(Part):
+class SearchSpace(Part):
     """What a study is about; search.yaml in its directory holds it."""
 
     base: dict[str, Any]  # the settings that all trials share, as a config file has them

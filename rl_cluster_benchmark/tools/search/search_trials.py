@@ -14,7 +14,7 @@ from rl_cluster_benchmark.tools.analysis.runs import is_running
 from rl_cluster_benchmark.tools.benchmark.cell_processes import Child, reason_in
 from rl_cluster_benchmark.tools.benchmark.removal import log_of, remove_cells, runs_locked
 from rl_cluster_benchmark.tools.search.score import Log, is_stopped
-from rl_cluster_benchmark.tools.search.study import SETTINGS, Claim, Study
+from rl_cluster_benchmark.tools.search.study import SETTINGS, Study, TrialClaim
 
 SECONDS_BETWEEN_READINGS = 1.0
 
@@ -26,7 +26,7 @@ class TrialInHand:
     """
 
     def __init__(
-        self, study: Study, claim: Claim, shares: Sequence[Collection[int] | None], say: Callable[[str], None]
+        self, study: Study, claim: TrialClaim, shares: Sequence[Collection[int] | None], say: Callable[[str], None]
     ) -> None:
         self.study, self.claim, self.trial, self.shares, self._say = study, claim, claim.trial, shares, say
         self.folder = study.folder(self.trial.number)

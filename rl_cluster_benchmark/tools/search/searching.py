@@ -13,8 +13,8 @@ from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.tools.search import search_report
 from rl_cluster_benchmark.tools.search.sampling import require_optuna, suggest
-from rl_cluster_benchmark.tools.search.search_progress import Progress
-from rl_cluster_benchmark.tools.search.search_space import Space
+from rl_cluster_benchmark.tools.search.search_progress import SearchProgress
+from rl_cluster_benchmark.tools.search.search_space import SearchSpace
 from rl_cluster_benchmark.tools.search.search_trials import TrialInHand
 from rl_cluster_benchmark.tools.search.study import Study
 
@@ -24,20 +24,20 @@ SAMPLES = 20  # of the space, of which one at least must be a config
 
 
 @dataclass(frozen=True)
-class Settings:
+class SearchSettings:
     directory: Path
     trials: int | None  # in the whole study
     seconds: float | None  # after which no trial begins that would not be done
     jobs: int
 
 
-def search(space: Space | None, settings: Settings, signals: Signals) -> int:
+def search(space: SearchSpace | None, settings: SearchSettings, signals: Signals) -> int:
     """Work on the study in the directory until it has its trials or the time is over; returns the exit status."""
     require_optuna()
     if space is not None:
         check_buildable(space)
     study = Study.open(settings.directory, space)
-    course = Course(study, settings, signals)
+    course = SearchRun(study, settings, signals)
     try:
         course.work()
     finally:
@@ -57,13 +57,13 @@ def search(space: Space | None, settings: Settings, signals: Signals) -> int:
     return 0
 
 
-def _limits(settings: Settings) -> str:
+def _limits(settings: SearchSettings) -> str:
     trials = f" --trials {settings.trials}" if settings.trials is not None else ""
     hours = f" --budget {settings.seconds / 3600:g}" if settings.seconds is not None else ""
     return trials + hours + (f" --jobs {settings.jobs}" if settings.jobs > 1 else "")
 
 
-def check_buildable(space: Space) -> None:
+def check_buildable(space: SearchSpace) -> None:
     """Refuse a space of which no trial could be trained: its fixed settings do not go together."""
     problems = []
     for number in range(len(space.candidates) + SAMPLES):
@@ -85,11 +85,11 @@ def core_shares(slots: int) -> list[Collection[int] | None]:
     return [cores[slot * len(cores) // slots : (slot + 1) * len(cores) // slots] for slot in range(slots)]
 
 
-class Course:
-    def __init__(self, study: Study, settings: Settings, signals: Signals) -> None:
+class SearchRun:
+    def __init__(self, study: Study, settings: SearchSettings, signals: Signals) -> None:
         self.study, self.settings, self.signals = study, settings, signals
         self.started = time.monotonic()
-        self.progress = Progress(study.trials(), settings.trials, settings.seconds, settings.jobs)
+        self.progress = SearchProgress(study.trials(), settings.trials, settings.seconds, settings.jobs)
         runs = len(study.space.runs())
         shares = core_shares(settings.jobs * runs)
         self._free = [shares[job * runs : (job + 1) * runs] for job in range(settings.jobs)]

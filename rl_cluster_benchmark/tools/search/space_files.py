@@ -11,7 +11,16 @@ from pydantic import ValidationError
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import Algorithm
 from rl_cluster_benchmark.core.errors import UserError
-from rl_cluster_benchmark.tools.search.search_space import Game, Parameter, Params, Part, Rung, Score, Space, Steps
+from rl_cluster_benchmark.tools.search.search_space import (
+    Game,
+    Parameter,
+    Params,
+    Part,
+    Rung,
+    Score,
+    SearchSpace,
+    Steps,
+)
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 # Keys that a space says in its own words, and where.
@@ -44,7 +53,7 @@ def spaces() -> list[str]:
     return sorted(file.stem for file in _shipped().glob("*.yaml"))
 
 
-def read_space(path: str, candidates: str | None = None) -> Space:
+def read_space(path: str, candidates: str | None = None) -> SearchSpace:
     """Read a space from a file, or a shipped one by its name, with the candidates of another file behind its own."""
     file = _find(path)
     source = str(file)
@@ -55,7 +64,7 @@ def read_space(path: str, candidates: str | None = None) -> Space:
         raise UserError(f"{source}: base is not a known key; {_known(())}")
     games = rest.get("games")
     game = next(iter(games), None) if isinstance(games, dict) else None
-    space = _validated(Space, {**rest, "base": _base_data(base, game, source)}, source)
+    space = _validated(SearchSpace, {**rest, "base": _base_data(base, game, source)}, source)
     try:
         for key in (*base.set, *space.space):
             if (sentence := configs.without_effect(key, space.base.get("algorithm", "ppo"))) is not None:
@@ -70,9 +79,9 @@ def read_space(path: str, candidates: str | None = None) -> Space:
     return space
 
 
-def load(file: Path) -> Space:
+def load(file: Path) -> SearchSpace:
     """Read the space that a study has written."""
-    space = _validated(Space, configs.read_yaml(file), str(file))
+    space = _validated(SearchSpace, configs.read_yaml(file), str(file))
     try:
         _check(space, set())
     except (UserError, KeyError, TypeError, ValueError) as error:
@@ -117,7 +126,9 @@ def _sentence(item: dict[str, Any]) -> str:
 def _known(loc: tuple[Any, ...]) -> str:
     part = PARTS.get(loc[0]) if loc else None
     names = (
-        part.model_fields if part else [*Base.model_fields, *(name for name in Space.model_fields if name != "base")]
+        part.model_fields
+        if part
+        else [*Base.model_fields, *(name for name in SearchSpace.model_fields if name != "base")]
     )
     return f"known here: {', '.join(names)}."
 
@@ -147,7 +158,7 @@ def _refuse_elsewhere(key: str) -> None:
         raise UserError(f"{key} is not set here, but by {home}.")
 
 
-def _check(space: Space, fixed: set[str]) -> None:
+def _check(space: SearchSpace, fixed: set[str]) -> None:
     """Check what only a look at the config and at several keys can tell; values become what the config will hold."""
     games = [configs.checked("env.name", name) for name in space.games]
     if len(set(games)) < len(games):
@@ -175,7 +186,7 @@ def _check(space: Space, fixed: set[str]) -> None:
         raise UserError(f"space: {error}") from None
 
 
-def _check_parameters(space: Space, fixed: set[str]) -> None:
+def _check_parameters(space: SearchSpace, fixed: set[str]) -> None:
     fields = {f"{section}.{key}" if section else key: field for section, key, field in configs.fields()}
     above: dict[str, Parameter] = {}
     for given, parameter in space.space.items():
@@ -257,7 +268,7 @@ def _read_candidates(path: str) -> list[Params]:
     return found
 
 
-def _candidate(space: Space, candidate: Params, number: int) -> Params:
+def _candidate(space: SearchSpace, candidate: Params, number: int) -> Params:
     """Return the candidate in the order of the space; the sampler adds what it leaves out."""
     where = f"candidate {number + 1}"
     given = {configs.home_of(str(key)): value for key, value in candidate.items()}

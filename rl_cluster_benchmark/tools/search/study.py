@@ -23,7 +23,7 @@ from rl_cluster_benchmark.run.directory import LOCK, lock_file
 from rl_cluster_benchmark.tools.analysis.run_files import first_problem
 from rl_cluster_benchmark.tools.analysis.runs import is_run, is_running
 from rl_cluster_benchmark.tools.search import space_files
-from rl_cluster_benchmark.tools.search.search_space import Params, Space
+from rl_cluster_benchmark.tools.search.search_space import Params, SearchSpace
 
 SPACE, TRIALS, TRIAL, SETTINGS = "search.yaml", "trials", "trial.json", "settings.yaml"
 STUDY_LOCK = ".search.lock"
@@ -43,7 +43,7 @@ class Trial(BaseModel):
     reason: str | None = None  # of a failed one
     seconds: float = 0.0
 
-    def first_value(self, space: Space) -> float | None:
+    def first_value(self, space: SearchSpace) -> float | None:
         """Return the score after as many steps as all trials make, if they are not stopped or fail before."""
         return self.rungs.get(space.prune[0].at) if space.prune else self.score
 
@@ -52,7 +52,7 @@ class Trial(BaseModel):
 
 
 @dataclass(frozen=True)
-class Claim:
+class TrialClaim:
     """A trial that this process works on, and the lock that says so."""
 
     trial: Trial
@@ -64,11 +64,11 @@ class Claim:
 
 
 class Study:
-    def __init__(self, directory: Path, space: Space) -> None:
+    def __init__(self, directory: Path, space: SearchSpace) -> None:
         self.directory, self.space = directory, space
 
     @classmethod
-    def open(cls, directory: Path, space: Space | None) -> Study:
+    def open(cls, directory: Path, space: SearchSpace | None) -> Study:
         """Return the study in the directory, begun if there is none; refuse a space that is not the study's."""
         file = directory / SPACE
         if space is None:
@@ -127,7 +127,9 @@ class Study:
         """Return all trials in the order of their numbers."""
         return [_read(file) for file in sorted(self.directory.glob(f"{TRIALS}/*/{TRIAL}"), key=_number)]
 
-    def take(self, limit: int | None, suggest: Callable[[Space, int, Sequence[Trial]], Params]) -> Claim | None:
+    def take(
+        self, limit: int | None, suggest: Callable[[SearchSpace, int, Sequence[Trial]], Params]
+    ) -> TrialClaim | None:
         """Return a trial to work on: the first that was left, else a new one; None once there are `limit` trials."""
         with self.locked():
             trials = self.trials()
@@ -138,7 +140,7 @@ class Study:
                     if lock is not None:
                         fresh = Trial(number=trial.number, params=trial.params, is_candidate=trial.is_candidate)
                         self.save(fresh)
-                        return Claim(fresh, lock, was_left=True)
+                        return TrialClaim(fresh, lock, was_left=True)
             known = {trial.number for trial in trials}
             number = next(number for number in itertools.count() if number not in known)
             if limit is not None and number >= limit:
@@ -148,14 +150,14 @@ class Study:
             lock = lock_file(self.folder(number) / LOCK)
             assert lock is not None, "nobody else makes trials while the study is locked"
             self.save(trial)
-            return Claim(trial, lock, was_left=False)
+            return TrialClaim(trial, lock, was_left=False)
 
     def save(self, trial: Trial) -> None:
         remove_leftovers(self.folder(trial.number))
         write_atomically(self.folder(trial.number) / TRIAL, (trial.model_dump_json(indent=2) + "\n").encode())
 
 
-def _as_yaml(space: Space) -> str:
+def _as_yaml(space: SearchSpace) -> str:
     data = space.model_dump(mode="json")
     data["space"] = {key: item.model_dump(mode="json", exclude_defaults=True) for key, item in space.space.items()}
     return yaml.safe_dump(data, sort_keys=False)
@@ -172,7 +174,7 @@ def _number(file: Path) -> int:
     return int(file.parent.name) if file.parent.name.isdigit() else -1
 
 
-def _first_difference(saved: Space, given: Space) -> str | None:
+def _first_difference(saved: SearchSpace, given: SearchSpace) -> str | None:
     """Return which key differs first, and how; None if all are equal."""
     old, new = _flat(saved.model_dump(mode="json")), _flat(given.model_dump(mode="json"))
     for key in [*old, *(key for key in new if key not in old)]:

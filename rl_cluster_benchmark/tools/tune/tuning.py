@@ -19,15 +19,15 @@ from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.tools.scaling.sweep import claim, runs_folder
 from rl_cluster_benchmark.tools.tune import tuning_report
 from rl_cluster_benchmark.tools.tune.tuning_search import choose, of_best, search, sweep
-from rl_cluster_benchmark.tools.tune.tuning_space import KEYS, Setting, Space, resolve_envs, value_of
-from rl_cluster_benchmark.tools.tune.tuning_trials import Trial, Trials, short_updates
+from rl_cluster_benchmark.tools.tune.tuning_space import KEYS, TuningSetting, TuningSpace, resolve_envs, value_of
+from rl_cluster_benchmark.tools.tune.tuning_trials import Trials, TuningTrial, short_updates
 
 SEARCH_SHARE = 0.7  # of the time; the rest is for measuring the best few again
 ENDING_SECONDS = 2.0  # of the budget, for a trial to be killed and the files to be written
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuningSettings:
     budget: float  # seconds for everything but an exhaustive sweep
     seconds: float  # of each trial after its first update
     output_dir: Path
@@ -37,7 +37,7 @@ class Settings:
     given: Collection[str] = field(default=())  # keys on the command line
 
 
-def tune(config: Config, settings: Settings, signals: Signals) -> int:
+def tune(config: Config, settings: TuningSettings, signals: Signals) -> int:
     """Search, print, write; returns the exit status."""
     started = time.monotonic()
     try:
@@ -54,7 +54,7 @@ def tune(config: Config, settings: Settings, signals: Signals) -> int:
                 space, folder, seconds=settings.seconds, deadline=started + settings.budget - ENDING_SECONDS,
                 interrupted=lambda: signals.received is not None,
             )  # fmt: skip
-            course = Course(space, settings, trials, started)
+            course = TuningRun(space, settings, trials, started)
             with contextlib.suppress(KeyboardInterrupt):
                 course.search()
                 if settings.exhaustive:
@@ -68,7 +68,7 @@ def tune(config: Config, settings: Settings, signals: Signals) -> int:
     return 0 if signals.received is None else 128 + signals.received
 
 
-def make_space(config: Config, settings: Settings, look: Callable[[], None] = lambda: None) -> Space:
+def make_space(config: Config, settings: TuningSettings, look: Callable[[], None] = lambda: None) -> TuningSpace:
     if config.mode == "distributed":
         raise UserError(
             "rlcb tune measures one machine; tune with --mode parallel and use the result on every machine."
@@ -84,20 +84,20 @@ def make_space(config: Config, settings: Settings, look: Callable[[], None] = la
 
         config = fill_in(config, look)
     machine = detection.detect()
-    return Space(resolve_envs(config, machine), machine, fixed=fixed, learning_too=settings.learning_too)
+    return TuningSpace(resolve_envs(config, machine), machine, fixed=fixed, learning_too=settings.learning_too)
 
 
-class Course:
-    def __init__(self, space: Space, settings: Settings, trials: Trials, started: float) -> None:
+class TuningRun:
+    def __init__(self, space: TuningSpace, settings: TuningSettings, trials: Trials, started: float) -> None:
         self.space, self.settings, self.trials, self.started = space, settings, trials, started
         self.checked: dict[str, Any] = {}
 
     @property
-    def chosen(self) -> Trial | None:
+    def chosen(self) -> TuningTrial | None:
         return choose(self.space, list(self.trials.tried.values()))
 
     def search(self) -> None:
-        self.choice: Setting | None = None
+        self.choice: TuningSetting | None = None
         search(
             self.space, self.trials, self._say,
             finals_at=self.started + SEARCH_SHARE * self.settings.budget,
@@ -146,13 +146,13 @@ class Course:
         print(f"\nSaved {place} and {self.settings.output_dir / tuning_report.JSON}")
         print(f"Use it: rlcb train --config {place} --output-dir runs/tuned", flush=True)
 
-    def _say(self, trial: Trial) -> None:
+    def _say(self, trial: TuningTrial) -> None:
         took = time.monotonic() - self.started
         what = trial.problem if trial.problem or not trial.rates else f"{trial.rates[-1].fps:8,.0f} steps/s"
         print(f"[{took:4.0f} s] {what}  {tuning_report.name(trial.setting)}", flush=True)
 
 
-def _header(space: Space, settings: Settings) -> list[str]:
+def _header(space: TuningSpace, settings: TuningSettings) -> list[str]:
     config, machine = space.config, detection.detect()
     steps = short_updates(config).training.n_steps
     shorter = f"; rollouts of {steps} steps instead of {config.training.n_steps}, the same minibatches"

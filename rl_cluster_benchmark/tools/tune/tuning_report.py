@@ -14,8 +14,8 @@ from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.run.summary import code
 from rl_cluster_benchmark.tools.tune.tuning_search import ALIKE
-from rl_cluster_benchmark.tools.tune.tuning_space import GROUPS, Setting, Space
-from rl_cluster_benchmark.tools.tune.tuning_trials import Trial
+from rl_cluster_benchmark.tools.tune.tuning_space import GROUPS, TuningSetting, TuningSpace
+from rl_cluster_benchmark.tools.tune.tuning_trials import TuningTrial
 
 YAML, JSON = "tuned.yaml", "tune.json"
 STEADY = 0.1  # half of the range of a setting's trials
@@ -27,7 +27,7 @@ balance     share of each minibatch that goes to whichever worker is free first
 policy lag  gradient steps between the weights that acted and those that learned (IMPALA): what a split changes"""
 
 
-def name(setting: Setting) -> str:
+def name(setting: TuningSetting) -> str:
     """A setting in a few words."""
     layout = setting.layout
     if layout.mode == "sequential":
@@ -45,7 +45,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def result_table(space: Space, tried: Sequence[Trial], chosen: Setting | None) -> list[str]:
+def result_table(space: TuningSpace, tried: Sequence[TuningTrial], chosen: TuningSetting | None) -> list[str]:
     """The fastest first."""
     own = next((trial.fps for trial in tried if trial.setting == space.default), 0.0)
     is_impala = any(trial.setting.layout.learners for trial in tried)
@@ -77,12 +77,12 @@ def result_table(space: Space, tried: Sequence[Trial], chosen: Setting | None) -
     return table([*head, ""], rows)
 
 
-def _lag(trial: Trial) -> str:
+def _lag(trial: TuningTrial) -> str:
     lags = [rate.summary["asynchrony"].get("policy_lag") for rate in trial.rates]
     return f"{sum(lags) / len(lags):.1f}" if lags and None not in lags else NOTHING
 
 
-def what_it_brings(space: Space, tried: Sequence[Trial], chosen: Trial) -> list[str]:
+def what_it_brings(space: TuningSpace, tried: Sequence[TuningTrial], chosen: TuningTrial) -> list[str]:
     """For each group the best of what was tried instead, all else equal."""
     lines = []
     for group in GROUPS:
@@ -94,7 +94,7 @@ def what_it_brings(space: Space, tried: Sequence[Trial], chosen: Trial) -> list[
     return lines
 
 
-def sentences(space: Space, tried: Sequence[Trial], chosen: Trial) -> list[str]:
+def sentences(space: TuningSpace, tried: Sequence[TuningTrial], chosen: TuningTrial) -> list[str]:
     own = next(trial for trial in tried if trial.setting == space.default)
     measured = sum(bool(trial.rates) for trial in tried)
     lines = [f"Chosen: {name(chosen.setting)}: {chosen.fps:,.0f} steps/s."]
@@ -114,7 +114,7 @@ def sentences(space: Space, tried: Sequence[Trial], chosen: Trial) -> list[str]:
     return lines
 
 
-def _nothing_better(tried: Sequence[Trial], chosen: Trial) -> str:
+def _nothing_better(tried: Sequence[TuningTrial], chosen: TuningTrial) -> str:
     """Say why nothing else was chosen."""
     faster = [trial for trial in tried if trial.rates and trial.fps > chosen.fps]
     if not faster:
@@ -129,7 +129,7 @@ def _nothing_better(tried: Sequence[Trial], chosen: Trial) -> str:
     )
 
 
-def learning_sentence(space: Space, setting: Setting) -> str:
+def learning_sentence(space: TuningSpace, setting: TuningSetting) -> str:
     if setting.learning:
         return f"NOTE: it changes what is learned: {'; '.join(setting.learning)}. Compare learning curves."
     training, config = space.config.training, space.tuned(setting)
@@ -143,7 +143,9 @@ def learning_sentence(space: Space, setting: Setting) -> str:
     return f"The learning problem is as it was ({kept}); only {rest} may differ."
 
 
-def record(space: Space, tried: Sequence[Trial], chosen: Trial | None, extra: dict[str, Any]) -> dict[str, Any]:
+def record(
+    space: TuningSpace, tried: Sequence[TuningTrial], chosen: TuningTrial | None, extra: dict[str, Any]
+) -> dict[str, Any]:
     machine = detection.detect()
     return {
         "algorithm": ALGORITHM_NAMES[space.config.algorithm],
@@ -172,7 +174,9 @@ def record(space: Space, tried: Sequence[Trial], chosen: Trial | None, extra: di
     }
 
 
-def write_files(folder: Path, space: Space, tried: Sequence[Trial], chosen: Trial, extra: dict[str, Any]) -> None:
+def write_files(
+    folder: Path, space: TuningSpace, tried: Sequence[TuningTrial], chosen: TuningTrial, extra: dict[str, Any]
+) -> None:
     own = next((trial.fps for trial in tried if trial.setting == space.default), 0.0)
     against = f", {chosen.fps / own:.2f} times the {own:,.0f} of the config as it was" if own else ""
     machine = detection.detect()

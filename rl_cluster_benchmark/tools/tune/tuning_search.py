@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Protocol
 
-from rl_cluster_benchmark.tools.tune.tuning_space import GROUPS, Setting, Space
-from rl_cluster_benchmark.tools.tune.tuning_trials import Trial
+from rl_cluster_benchmark.tools.tune.tuning_space import GROUPS, TuningSetting, TuningSpace
+from rl_cluster_benchmark.tools.tune.tuning_trials import TuningTrial
 
 NEAR = 0.85  # of the best one's speed: what is slower is not looked at again
 WIDTHS = (1, 2, 3)  # of the best so far, whose neighbours are tried
@@ -22,14 +22,14 @@ DUEL_ROUNDS, RIVALS = 3, 2
 
 
 class Runner(Protocol):
-    tried: dict[Setting, Trial]
+    tried: dict[TuningSetting, TuningTrial]
 
     def affordable(self, until: float | None = None) -> bool: ...
 
-    def run(self, setting: Setting) -> Trial: ...
+    def run(self, setting: TuningSetting) -> TuningTrial: ...
 
 
-def search(space: Space, trials: Runner, say: Callable[[Trial], None], *, finals_at: float) -> None:
+def search(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None], *, finals_at: float) -> None:
     """Ends when all is done or the time is up; `finals_at` is when the final rounds begin at the latest.
 
     What they leave of the time goes to settings that there was no time for before.
@@ -46,7 +46,7 @@ def search(space: Space, trials: Runner, say: Callable[[Trial], None], *, finals
         until = None
 
 
-def _explore(space: Space, trials: Runner, say: Callable[[Trial], None], until: float | None) -> None:
+def _explore(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None], until: float | None) -> None:
     """Group by group, what has not been tried around the best so far; then also around those that come near it."""
     for width in WIDTHS:
         for group in GROUPS:
@@ -56,7 +56,7 @@ def _explore(space: Space, trials: Runner, say: Callable[[Trial], None], until: 
                     say(trials.run(setting))
 
 
-def _finals(space: Space, trials: Runner, say: Callable[[Trial], None]) -> None:
+def _finals(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None]) -> None:
     """The best few again, and the config as it is, in turns; in each round fewer."""
     for number, size in enumerate(FINALS):
         finalists = [trial.setting for trial in fastest(trials, size)]
@@ -69,13 +69,13 @@ def _finals(space: Space, trials: Runner, say: Callable[[Trial], None]) -> None:
                 say(trials.run(setting))
 
 
-def fastest(trials: Runner, count: int) -> list[Trial]:
+def fastest(trials: Runner, count: int) -> list[TuningTrial]:
     """The best, and up to `count` in all that come near it."""
     ranked = sorted((t for t in trials.tried.values() if t.rates), key=lambda trial: -trial.fps)
     return [trial for trial in ranked[:count] if trial.fps >= NEAR * ranked[0].fps]
 
 
-def choose(space: Space, tried: Sequence[Trial]) -> Trial | None:
+def choose(space: TuningSpace, tried: Sequence[TuningTrial]) -> TuningTrial | None:
     """Of those measured most often the fastest; of equals the one that changes least."""
     measured = [trial for trial in tried if trial.rates]
     if not measured:
@@ -87,12 +87,14 @@ def choose(space: Space, tried: Sequence[Trial]) -> Trial | None:
     return min(equals, key=lambda trial: (_differences(trial.setting, space.default), -trial.fps))
 
 
-def _differences(setting: Setting, default: Setting) -> int:
+def _differences(setting: TuningSetting, default: TuningSetting) -> int:
     names = ("layout", "precision", "engine", "micro_batch", "balance")
     return sum(getattr(setting, name) != getattr(default, name) for name in names)
 
 
-def sweep(space: Space, trials: Runner, say: Callable[[Trial], None], chosen: Setting) -> dict[Setting, list[float]]:
+def sweep(
+    space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None], chosen: TuningSetting
+) -> dict[TuningSetting, list[float]]:
     """The whole space once, in random order, then the best of it against the chosen one; speeds of each in that duel.
 
     The best of many noisy figures is lucky: only a comparison in turns says how much faster it is.
@@ -100,7 +102,7 @@ def sweep(space: Space, trials: Runner, say: Callable[[Trial], None], chosen: Se
     order = list(space.settings)
     random.Random(0).shuffle(order)
 
-    def speed(setting: Setting) -> float:
+    def speed(setting: TuningSetting) -> float:
         before = len(trials.tried[setting].rates) if setting in trials.tried else 0
         trial = trials.run(setting)
         say(trial)
@@ -108,14 +110,14 @@ def sweep(space: Space, trials: Runner, say: Callable[[Trial], None], chosen: Se
 
     swept = {setting: speed(setting) for setting in order}
     rivals = sorted((s for s in swept if s != chosen), key=lambda s: -swept[s])[:RIVALS]
-    duel: dict[Setting, list[float]] = {setting: [] for setting in (chosen, *rivals)}
+    duel: dict[TuningSetting, list[float]] = {setting: [] for setting in (chosen, *rivals)}
     for number in range(DUEL_ROUNDS):
         for setting in duel if number % 2 == 0 else reversed(duel):
             duel[setting].append(speed(setting))
     return duel
 
 
-def of_best(duel: dict[Setting, list[float]], chosen: Setting) -> float:
+def of_best(duel: dict[TuningSetting, list[float]], chosen: TuningSetting) -> float:
     """The chosen setting's speed as a share of the best one's, medians of the rounds of the duel."""
     speeds = {setting: median(found) for setting, found in duel.items()}
     return speeds[chosen] / max(speeds.values())

@@ -50,7 +50,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Setting:
+class TuningSetting:
     """One way to run the config, with everything decided."""
 
     layout: Layout
@@ -63,7 +63,7 @@ class Setting:
     point: Point = field(default=(), compare=False)
 
 
-class Space:
+class TuningSpace:
     def __init__(
         self, config: Config, machine: Machine, *, fixed: Collection[str] = (), learning_too: bool = False
     ) -> None:
@@ -81,7 +81,7 @@ class Space:
         self.settings = self._all()
         self.default = self.settings[0]
 
-    def variants(self, setting: Setting, group: str) -> Iterator[Setting]:
+    def variants(self, setting: TuningSetting, group: str) -> Iterator[TuningSetting]:
         """Settings that differ from this one in a group alone."""
         place = GROUPS.index(group)
         for option in range(len(self._options[place])):
@@ -90,16 +90,16 @@ class Space:
             if found is not None and found in self.settings and found != setting:
                 yield self.settings[self.settings.index(found)]
 
-    def tuned(self, setting: Setting) -> Config:
+    def tuned(self, setting: TuningSetting) -> Config:
         """The config that `rlcb train --config` gets."""
         return config_files.build(config_files.to_dict(self.config), setting.changes, source="tuned config")
 
-    def _all(self) -> list[Setting]:
+    def _all(self) -> list[TuningSetting]:
         points = itertools.product(*(range(len(options)) for options in self._options))
         found = dict.fromkeys(setting for point in points if (setting := self._at(point)) is not None)
         return list(found)
 
-    def _at(self, point: Point) -> Setting | None:
+    def _at(self, point: Point) -> TuningSetting | None:
         """None where there is no such thing: an option that this layout or this CPU has no use for."""
         changes = {k: v for group, option in zip(self._options, point, strict=True) for k, v in group[option].items()}
         factor = changes.pop("micro-batch factor", None)
@@ -119,7 +119,9 @@ class Space:
         if (learning and any(point) and not self.learning_too) or self._breaks_a_fixed_key(changes):
             return None
         balance = plan.balance if self._balances_work(config) and plan.num_workers > 1 else None
-        return Setting(layout, plan.precision, plan.engine, plan.micro_batch, balance, learning, changes, tuple(point))
+        return TuningSetting(
+            layout, plan.precision, plan.engine, plan.micro_batch, balance, learning, changes, tuple(point)
+        )
 
     def _breaks_a_fixed_key(self, changes: dict[str, Any]) -> bool:
         if changes["mode"] != self.config.mode and self.fixed & {"mode", "parallel.num_workers"}:

@@ -16,7 +16,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.tools.scaling.cases import MEASURED
 from rl_cluster_benchmark.tools.scaling.measured_runs import Rate, measure
-from rl_cluster_benchmark.tools.tune.tuning_space import Setting, Space
+from rl_cluster_benchmark.tools.tune.tuning_space import TuningSetting, TuningSpace
 
 SAMPLES_PER_UPDATE = 2048  # at least, where rollouts can be shortened: what belongs to an update alone stays small
 PATIENCE = 2.5  # times the fastest trial's time, start included, after which a trial is given up
@@ -33,10 +33,10 @@ def short_updates(config: Config) -> Config:
 
 
 @dataclass
-class Trial:
+class TuningTrial:
     """A setting, and what was seen of it."""
 
-    setting: Setting
+    setting: TuningSetting
     rates: list[Rate] = field(default_factory=list)
     problem: str | None = None  # why it has none
 
@@ -55,12 +55,12 @@ class Trials:
     """Runs them, keeps them, and knows how much time is left."""
 
     def __init__(
-        self, space: Space, folder: Path, *, seconds: float, deadline: float, interrupted: Callable[[], bool]
+        self, space: TuningSpace, folder: Path, *, seconds: float, deadline: float, interrupted: Callable[[], bool]
     ) -> None:
         """`deadline` by time.monotonic(): no trial goes on beyond it."""
         self.space, self.folder, self.seconds, self.deadline = space, folder, seconds, deadline
         self.interrupted = interrupted
-        self.tried: dict[Setting, Trial] = {}
+        self.tried: dict[TuningSetting, TuningTrial] = {}
         self._durations: list[float] = []  # of whole trials
         self._count = 0
 
@@ -69,9 +69,9 @@ class Trials:
         expected = median(self._durations) if self._durations else 0.0
         return time.monotonic() + 1.2 * expected < (until or self.deadline)
 
-    def run(self, setting: Setting) -> Trial:
+    def run(self, setting: TuningSetting) -> TuningTrial:
         """Once more; KeyboardInterrupt when somebody asks to end. A setting that fails or dawdles is not fatal."""
-        trial = self.tried.setdefault(setting, Trial(setting))
+        trial = self.tried.setdefault(setting, TuningTrial(setting))
         trial.problem = None
         started = time.monotonic()
         give_up = started + PATIENCE * min(self._durations) if self._durations else math.inf

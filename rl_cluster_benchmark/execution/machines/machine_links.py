@@ -22,7 +22,7 @@ EXACT_TAIL = 64  # values at the end of a compressed vector that stay float32: s
 
 
 @dataclass(frozen=True)
-class Seat:
+class MachineSeat:
     """Where a machine sits among the machines of the run; made by its parent process, handed to its workers."""
 
     node_rank: int
@@ -38,7 +38,7 @@ class Seat:
     total_learners: int = 0
 
     @classmethod
-    def of(cls, cluster: Cluster, config: Config) -> Seat:
+    def of(cls, cluster: Cluster, config: Config) -> MachineSeat:
         before = cluster.nodes[: cluster.rank]
         return cls(
             node_rank=cluster.rank,
@@ -59,10 +59,10 @@ class Seat:
         return dealt[self.first_worker : self.first_worker + count]
 
 
-class Leaders:
+class MachineLinks:
     """Sums and gathers over machines. Every call ends within the seat's timeout: with a result, or with an error."""
 
-    def __init__(self, seat: Seat, name: str = "leaders") -> None:
+    def __init__(self, seat: MachineSeat, name: str = "leaders") -> None:
         """Those of the same name, one on each machine, talk to each other."""
         import torch.distributed as dist
 
@@ -126,11 +126,11 @@ class Leaders:
         gradient.copy_(half)
 
 
-def join_leaders(seat: Seat, rank: int) -> tuple[Leaders | None, Callable[[Tensor], None] | None]:
+def join_machines(seat: MachineSeat, rank: int) -> tuple[MachineLinks | None, Callable[[Tensor], None] | None]:
     """For a worker: (the way to other machines if it is its machine's first, what its reducer does beyond its own)."""
     if seat.num_nodes == 1:
         return None, None
-    leaders = Leaders(seat) if rank == 0 else None
+    leaders = MachineLinks(seat) if rank == 0 else None
     return leaders, leaders.sum if leaders is not None else the_leader_does
 
 
@@ -143,7 +143,7 @@ class LostContactError(TrainingFailedError):
 
 
 @contextlib.contextmanager
-def told_as_loss(seat: Seat) -> Iterator[None]:
+def told_as_loss(seat: MachineSeat) -> Iterator[None]:
     """Gloo reports a lost peer as a RuntimeError, in its own words."""
     try:
         yield

@@ -15,11 +15,11 @@ from rl_cluster_benchmark.algorithms.on_policy import learning_rate, nothing_lea
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
-from rl_cluster_benchmark.execution.machines.others import News, Others
+from rl_cluster_benchmark.execution.machines.other_machines import News, OtherMachines
 from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
 from rl_cluster_benchmark.learning.bad_numbers import mean_of
 from rl_cluster_benchmark.processes.claims import MOST, Claims
-from rl_cluster_benchmark.processes.process_times import Layout, TimeKeeper
+from rl_cluster_benchmark.processes.process_times import MemoryLayout, TimeKeeper
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
@@ -35,11 +35,11 @@ def group_size(unrolls: int, num_learners: int, fit_the_cache: int) -> int:
     return max(1, min(fit_the_cache, fair), -(-unrolls // MOST))
 
 
-class Board:
+class StepBoard:
     """What all learners have to know of a step. The leader writes it; all have read it when their gradients meet."""
 
     @staticmethod
-    def layout(unrolls_per_step: int) -> Layout:
+    def layout(unrolls_per_step: int) -> MemoryLayout:
         return {
             "step": ((1,), torch.int64),  # the number of the step that is described here; written last
             "stop": ((1,), torch.int64),
@@ -89,11 +89,11 @@ class Board:
         return self._rows[number * self.group_size : (number + 1) * self.group_size].tolist()
 
 
-class Leader:
+class LeadingLearner:
     def __init__(
-        self, config: Config, shared: SharedTensors, board: Board, claims: Claims, store: UnrollStore,
+        self, config: Config, shared: SharedTensors, board: StepBoard, claims: Claims, store: UnrollStore,
         weights: PublishedWeights, algorithm: Impala, connection: Connection, keeper: TimeKeeper,
-        progress: dict[str, Any], others: Others, steps_per_update: int,
+        progress: dict[str, Any], others: OtherMachines, steps_per_update: int,
     ) -> None:  # fmt: skip
         self.config, self.board, self.claims, self.store, self.weights = config, board, claims, store, weights
         self.algorithm, self.connection, self.keeper, self.others = algorithm, connection, keeper, others

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.core.timing import beat
-from rl_cluster_benchmark.execution.machines.council import MOMENTS, NUM_COUNTS, STEPS, UPDATES
+from rl_cluster_benchmark.execution.machines.machine_averaging import MOMENTS, NUM_COUNTS, STEPS, UPDATES
 from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.processes.process_times import Layout
+from rl_cluster_benchmark.processes.process_times import MemoryLayout
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 
@@ -29,7 +29,7 @@ class News:
     returns: list[float]  # number, sum and sum of squares of discounted returns
 
 
-class Others:
+class OtherMachines:
     """There are none."""
 
     steps = 0  # that other machines have counted for themselves
@@ -58,7 +58,7 @@ class Others:
             time.sleep(NAP_SECONDS)
 
 
-class InStep(Others):
+class MachinesInStep(OtherMachines):
     """All machines take every step together: their gradients are summed."""
 
     def __init__(self, flags: SharedTensors, add_up: Callable[[Tensor], None], *, is_head: bool) -> None:
@@ -73,14 +73,14 @@ class InStep(Others):
         return News(stop > 0, rate, int(steps), returns)
 
 
-class OnTheirOwn(Others):
+class IndependentMachines(OtherMachines):
     """Every machine takes its own steps; its parameters are corrected now and then towards the mean of all.
 
     The node process writes corrections, the learners add them. Each has one writer and a number of its own.
     """
 
     @staticmethod
-    def layout(num_parameters: int) -> Layout:
+    def layout(num_parameters: int) -> MemoryLayout:
         return {
             "here": ((NUM_COUNTS,), torch.float64),  # counts of this machine, by its leader
             "parameters_correction": ((num_parameters,), torch.float32),

@@ -10,15 +10,15 @@ import numpy as np
 from rl_cluster_benchmark.algorithms.impala import Impala, Unrolls
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock
-from rl_cluster_benchmark.execution.actor_learner.leader import REPLAY, Board
+from rl_cluster_benchmark.execution.actor_learner.leading_learner import REPLAY, StepBoard
 from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
 from rl_cluster_benchmark.execution.actor_learner.unrolls import Fields, UnrollStore, gather
 from rl_cluster_benchmark.experience.rewards import scaled
 from rl_cluster_benchmark.processes.claims import Claims
 
 
-class Lessons:
-    def __init__(self, config: Config, algorithm: Impala, board: Board, claims: Claims, store: UnrollStore) -> None:
+class UnrollLearner:
+    def __init__(self, config: Config, algorithm: Impala, board: StepBoard, claims: Claims, store: UnrollStore) -> None:
         self.config, self.algorithm, self.board, self.claims, self.store = config, algorithm, board, claims, store
         self._replay: ReplayFile | None = None
 

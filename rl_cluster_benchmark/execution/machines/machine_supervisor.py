@@ -10,18 +10,18 @@ import torch
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.execution.machines.council import NUM_COUNTS, STEPS, TIME_IS_OVER, Council
-from rl_cluster_benchmark.execution.machines.leaders import LostContactError
+from rl_cluster_benchmark.execution.machines.machine_averaging import NUM_COUNTS, STEPS, TIME_IS_OVER, MachineAveraging
+from rl_cluster_benchmark.execution.machines.machine_links import LostContactError
 from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
 from rl_cluster_benchmark.processes.pool import WorkerPool
-from rl_cluster_benchmark.processes.process_times import Layout
+from rl_cluster_benchmark.processes.process_times import MemoryLayout
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_BETWEEN_TIMES = 1.0
 
 
-def layout() -> Layout:
+def layout() -> MemoryLayout:
     """What the node process tells its workers."""
     return {
         "order": ((1,), torch.int64),
@@ -31,9 +31,9 @@ def layout() -> Layout:
     }
 
 
-class Machine:
+class MachineSupervisor:
     def __init__(
-        self, cluster: Cluster, config: Config, council: Council, flags: SharedTensors, steps_before: int, *,
+        self, cluster: Cluster, config: Config, council: MachineAveraging, flags: SharedTensors, steps_before: int, *,
         look: Callable[[], int], start: Callable[[], None], times: Callable[[], Any],
     ) -> None:  # fmt: skip
         """`look` gives the order for the workers as this machine sees it, `start` is called when time begins to count,

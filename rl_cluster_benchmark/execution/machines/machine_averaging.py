@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.execution.machines.leaders import Leaders, Seat, told_as_loss
+from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat, told_as_loss
 from rl_cluster_benchmark.run.run import Run
 
 SECONDS_BETWEEN_TALKS = (0.02, 0.2)  # when there is something to decide; when there is not
@@ -74,19 +74,19 @@ class Word:
         return int(self.total[SIGNALS + self.num_nodes :].max())
 
 
-class Council:
+class MachineAveraging:
     """One machine's seat in it. The parent process sets what it has to say, and calls `poll` again and again."""
 
     def __init__(
-        self, seat: Seat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None, updates_between: int,
-        hear: Callable[[int, str, Any], None],
+        self, seat: MachineSeat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None,
+        updates_between: int, hear: Callable[[int, str, Any], None],
     ) -> None:  # fmt: skip
         """`counts` gives this machine's; parameters are exchanged whenever all machines together have counted
         `updates_between` updates more; `hear`, on the head, gets what other machines report.
         """
         self.seat, self._counts, self._exchange, self._hear = seat, counts, exchange, hear
         self._updates_between = updates_between
-        self._leaders = Leaders(seat, "council")
+        self._leaders = MachineLinks(seat, "council")
         self.ready = self.done = self.time_is_over = False
         self.signal = 0
         self.has_begun = self.is_over = False

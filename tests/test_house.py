@@ -1,0 +1,56 @@
+"""How the package is arranged: folders that import in one direction, and names that stand for one thing each."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "rl_cluster_benchmark"
+MOST_MODULES = 12  # in a folder
+SOURCES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
+
+
+def repeated(names):
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_no_folder_is_crowded():
+    assert {
+        folder for folder, count in Counter(file.parent for file in SOURCES).items() if count > MOST_MODULES
+    } == set()
+
+
+def test_no_module_and_no_class_has_the_name_of_another():
+    assert repeated(file.name for file in SOURCES) == set()
+    classes = [node.name for file in SOURCES for node in ast.walk(ast.parse(file.read_text()))
+               if isinstance(node, ast.ClassDef)]  # fmt: skip
+    assert repeated(classes) == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("core/seeding.py", "    from rl_cluster_benchmark.config.schema import Config\n"),
+        ("execution/hogwild/hogwild.py", "    from rl_cluster_benchmark.execution.in_step import data_parallel\n"),
+        ("run/episodes.py", "    from rl_cluster_benchmark.run import run\n"),
+        (
+            "processes/claims.py",
+            "    if TYPE_CHECKING:\n        from rl_cluster_benchmark.cluster import store\n",
+        ),
+    ],
+)
+def test_an_import_that_goes_upwards_or_in_a_circle_fails_the_lint(tmp_path, file, line):
+    """The lint itself runs in `make lint`; here it gets something to find."""
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with open(tmp_path / PACKAGE.name / file, "a") as source:
+        source.write(f"\n\ndef _planted():\n{line}")
+    lint = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([lint, "--no-cache"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "BROKEN" in done.stdout
