@@ -13,8 +13,8 @@ import torch
 from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.experience.rollout import Rollout
-from rl_cluster_benchmark.learning.minibatch import Losses, Objective, Samples
 from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.objective import Losses, LossInC, Objective, Samples
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 
@@ -32,7 +32,7 @@ def a2c_losses(now: Pass, samples: Samples) -> tuple[Losses, Slopes]:
     return losses, Slopes(-samples.advantages, error)
 
 
-OBJECTIVE = Objective(a2c_losses, clip_range=None, clip_value_loss=False)
+OBJECTIVE = Objective(a2c_losses, LossInC())
 
 
 class A2C:

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.kernels.native_network import NO_MEMORY, HiddenRows, NativeTrunk
@@ -76,41 +75,27 @@ class _Trunk(ctypes.Structure):
     )
 
 
-class HeadsPass:
-    """Heads and losses of a minibatch, behind any network."""
-
-    def __init__(
-        self, policy: nn.Linear, value: nn.Linear, batch: Sequence[Tensor], objective: heads.ObjectiveInC
-    ) -> None:
-        """`batch`: the actions, their log-probabilities, values, advantages, returns and weights of all samples."""
-        self.in_c = _Minibatch(heads.Heads.of(policy, value), objective, *heads.pointers(batch))
-        self._batch = batch  # kept: the code in C has addresses only
-
-    def __call__(self, features: Tensor, rows: Tensor, vector: int) -> Tensor:
-        """Add to the vector's gradients of the heads and statistics; returns the gradient of the features, [B, F]."""
-        gradient = torch.empty_like(features)
-        self.in_c.rows, self.in_c.to = rows.data_ptr(), vector
-        call = heads.compiled().heads_pass
-        call(ctypes.byref(self.in_c), 0, len(features), features.data_ptr(), gradient.data_ptr())
-        return gradient
-
-
 class MinibatchInC:
-    """The network included."""
+    """A minibatch whose network, heads and losses are computed in C."""
 
     def __init__(
-        self, trunk: NativeTrunk, observations: Tensor, behind: HeadsPass, *, most: int, rows: HiddenRows | None
-    ) -> None:
-        """Passes are of `most` samples; they leave rows of the hidden layer there, or add to its gradient."""
+        self, trunk: NativeTrunk, observations: Tensor, of_heads: heads.Heads, objective: heads.ObjectiveInC,
+        targets: Sequence[Tensor], *, most: int, rows: HiddenRows | None,
+    ) -> None:  # fmt: skip
+        """`targets` are the actions, their log-probabilities, values, advantages, returns and weights of all samples.
+
+        Passes are of `most` samples; they leave `rows` of the hidden layer, or add to its gradient.
+        """
         assert observations.is_contiguous()
         places = (*heads.pointers(rows), rows.inputs.shape[1], rows.slopes.shape[1]) if rows else (None, None, 0, 0)
         self.seconds = trunk.seconds
-        self._network, self._behind, self._read = trunk, behind, (observations, rows)
+        self._network, self._kept = trunk, (observations, rows, targets)  # the code in C has their addresses only
+        self._minibatch = _Minibatch(of_heads, objective, *heads.pointers(targets))
         addresses = (*trunk.entry_points, observations.data_ptr(), most, *places, ctypes.addressof(self.seconds))
         self._trunk = _Trunk(*addresses)
 
     def write(self, rows: NDArray[np.int64], place: int, vector: int) -> None:
-        """The gradient of these samples, which have their place in the minibatch; of none, zeros."""
+        """Write the gradient of these samples, whose first is number `place` of the minibatch; of none, zeros."""
         for start in range(0, max(1, len(rows)), MOST_IN_A_CALL):
             some = rows[start : start + MOST_IN_A_CALL]
             arguments = (some.ctypes.data, len(some), place + start, vector, start == 0)
@@ -119,14 +104,14 @@ class MinibatchInC:
     def take(
         self, rows: NDArray[np.int64], bounds: NDArray[np.int64], place: int, first_vector: int, pipe: int
     ) -> None:
-        """Those of pieces of these, each with a vector of its own, as long as there are numbers of them in the pipe."""
+        """Write the gradients of pieces of these rows, until the pipe has no number of a piece any more."""
         arguments = (rows.ctypes.data, bounds.ctypes.data, place, first_vector, pipe)
         self.call(heads.compiled().minibatch_take, *arguments)
 
     def call(self, function: Any, *args: Any) -> int:
-        """A function in C that makes passes, and says of how many samples."""
+        """Call a function in C that makes passes; return the number of their samples."""
         self._network.begin_pass()
-        samples: int = function(ctypes.byref(self._behind.in_c), ctypes.byref(self._trunk), *args)
+        samples: int = function(ctypes.byref(self._minibatch), ctypes.byref(self._trunk), *args)
         if samples < 0:
             raise MemoryError(NO_MEMORY)
         return samples
