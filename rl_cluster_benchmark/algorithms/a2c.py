@@ -43,6 +43,7 @@ class A2C:
         self.on_policy = OnPolicyLearner(
             config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce, sharing=sharing
         )
+        self.learner, self.normalize_rewards = self.on_policy.learner, self.on_policy.normalize_rewards
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
     def update(

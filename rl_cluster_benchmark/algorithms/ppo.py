@@ -61,6 +61,7 @@ class PPO:
         clip_range, clip_values = self.hyper.clip_range, self.hyper.clip_value_loss
         losses = partial(ppo_losses, clip_range=clip_range, clip_value_loss=clip_values)
         self.objective = Objective(losses, LossInC(clip_range, clip_values))
+        self.learner, self.normalize_rewards = self.on_policy.learner, self.on_policy.normalize_rewards
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
     def update(

@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rl_cluster_benchmark.config.traits import TRAITS, Traits
+
 Algorithm = Literal["ppo", "a2c", "a3c", "impala"]
 Mode = Literal["sequential", "parallel", "distributed"]
 DistributionMode = Literal["easy", "hard", "extreme", "memory", "exploration"]
@@ -26,13 +28,6 @@ EXTRA_DISTRIBUTION_MODES: dict[str, frozenset[str]] = {
     "extreme": frozenset({"chaser", "dodgeball", "leaper", "starpilot"}),
     "memory": frozenset({"caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"}),
     "exploration": frozenset({"caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"}),
-}
-# How machines may keep together. A3C's workers have no common step whose gradients could be summed.
-SYNCHRONISATIONS: dict[str, tuple[str, ...]] = {
-    "ppo": ("allreduce", "local_sgd"),
-    "a2c": ("allreduce", "local_sgd"),
-    "a3c": ("async",),
-    "impala": ("allreduce", "async"),
 }
 MAX_LEVEL = 2**31 - 1
 MAX_INT = 2**63 - 1
@@ -170,6 +165,11 @@ class EnvConfig(Section):
         description="Procgen: paint the agent's velocity into the corner (not chaser, heist, maze, miner and "
         "plunder, where it has none).",
     )
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether observations are images; those of toy environments are short vectors."""
+        return self.game is not None
 
     @property
     def game(self) -> str | None:
@@ -500,6 +500,26 @@ class Config(Section):
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="")
 
     @property
+    def traits(self) -> Traits:
+        """Return what is known of the algorithm besides its maths."""
+        return TRAITS[self.algorithm]
+
+    @property
+    def is_sequential(self) -> bool:
+        """Return whether one process does everything."""
+        return self.mode == "sequential"
+
+    @property
+    def is_parallel(self) -> bool:
+        """Return whether the run has workers on this machine alone."""
+        return self.mode == "parallel"
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return whether the run has workers on machines that meet."""
+        return self.mode == "distributed"
+
+    @property
     def rollout_size(self) -> int:
         return self.env.num_envs * self.training.n_steps
 
@@ -510,12 +530,12 @@ class Config(Section):
 
     @property
     def num_machines(self) -> int:
-        return self.cluster.num_workers if self.mode == "distributed" else 1
+        return self.cluster.num_workers if self.is_distributed else 1
 
     @property
     def unrolls_per_step(self) -> int:
         """IMPALA: unrolls, each n_steps of one environment, that make about a batch_size; as many for each learner."""
-        learners = self.impala.num_learners if self.mode != "sequential" and self.impala.num_learners != "auto" else 1
+        learners = self.impala.num_learners if not self.is_sequential and self.impala.num_learners != "auto" else 1
         learners *= self.num_machines  # as if all were alike
         return self.unrolls_per_learner(learners) * learners
 
@@ -527,31 +547,29 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         workers, per_worker = self.parallel.num_workers, self.parallel.num_envs_per_worker
-        if self.mode == "distributed":
+        if self.is_distributed:
             is_known = per_worker is None  # otherwise the machines that join decide how many environments there are
         else:
-            is_known = self.mode == "sequential" or (
-                workers is not None and per_worker in (None, self.env.num_envs / workers)
-            )
-        if self.algorithm == "ppo" and is_known and self.rollout_size % self.batch_size:
+            is_known = self.is_sequential or (workers is not None and per_worker in (None, self.env.num_envs / workers))
+        if self.traits.has_minibatches and is_known and self.rollout_size % self.batch_size:
             raise ValueError(
                 f"training.batch_size = {self.training.batch_size} does not divide the rollout of "
                 f"{self.env.num_envs} envs x {self.training.n_steps} steps = {self.rollout_size}; "
                 f"sizes near it that do: {', '.join(map(str, _near_divisors(self.rollout_size, self.batch_size)))}"
             )
-        if self.mode == "parallel" and is_known and workers is not None and self.env.num_envs < workers:
+        if self.is_parallel and is_known and workers is not None and self.env.num_envs < workers:
             raise ValueError(
                 f"{self.env.num_envs} environments cannot be shared by {workers} workers; "
                 "set parallel.num_envs_per_worker or fewer parallel.num_workers"
             )
-        if self.algorithm == "impala" and self.impala.passes > 1 and self.impala.replay_fraction > 0:
+        if self.traits.has_actors and self.impala.passes > 1 and self.impala.replay_fraction > 0:
             raise ValueError(
                 f"impala.passes = {self.impala.passes} and impala.replay_fraction = {self.impala.replay_fraction} both "
                 "learn from experience again; set passes to 1 or replay_fraction to 0"
             )
         learners = self.impala.num_learners
-        is_impala = self.algorithm == "impala" and self.mode == "parallel" and is_known
-        if is_impala and isinstance(learners, int) and learners > self.env.num_envs:
+        is_known = is_known and self.is_parallel
+        if self.traits.has_actors and is_known and isinstance(learners, int) and learners > self.env.num_envs:
             raise ValueError(f"{learners} learners need as many environments, but there are {self.env.num_envs}")
         if self.cluster.min_nodes is not None and self.cluster.min_nodes > self.cluster.num_workers:
             raise ValueError(
@@ -560,12 +578,12 @@ class Config(Section):
             )
         if self.cluster.sync != "allreduce" and self.cluster.compression != "none":
             raise ValueError("cluster.compression is for gradients: it needs cluster.sync = allreduce")
-        suits = SYNCHRONISATIONS[self.algorithm]
-        if self.mode == "distributed" and self.cluster.sync not in suits:
+        suits = self.traits.synchronisations
+        if self.is_distributed and self.cluster.sync not in suits:
             raise ValueError(
                 f"cluster.sync = {self.cluster.sync} is not for {self.algorithm}; it can be {' or '.join(suits)}"
             )
-        if self.hardware.device != "cpu" and self.mode != "sequential":
+        if self.hardware.device != "cpu" and not self.is_sequential:
             raise ValueError(f"hardware.device = {self.hardware.device} works in sequential mode only")
         return self
 

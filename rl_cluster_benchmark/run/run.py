@@ -30,7 +30,7 @@ from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
 from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.memory import MemoryReadings
 from rl_cluster_benchmark.run.progress import Progress, Status
@@ -398,7 +398,7 @@ class Run:
         config, elapsed, machine = self.config, self.elapsed, self.plan.machine
         return {
             "run_id": self.run_id,
-            "algorithm": ALGORITHM_NAMES[config.algorithm],
+            "algorithm": config.traits.label,
             "mode": config.mode,
             "env": config.env.name,
             "seed": config.env.seed,
