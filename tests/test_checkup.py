@@ -1,9 +1,11 @@
 """`rlcb doctor --cluster`: what is made of what machines say; on real hosts it is tested in cluster_tests/."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
-from conftest import rlcb
+from conftest import ROOT, environment, rlcb
 
 from rl_cluster_benchmark.tools.checkup import checkup_report, expectation, hosts
 from rl_cluster_benchmark.tools.checkup.hosts import Answer
@@ -132,6 +134,15 @@ def test_the_same_error_of_several_machines_is_told_once():
     answers = [Answer(Host("a", "a")), Answer(Host("b", "b"))]
     (found,) = checkup_report.troubles(checkup_report.Checkup.of(None, answers, errors))
     assert found.sentence == "a, b: no route"
+
+
+def test_a_machine_that_has_the_program_answers_the_question():
+    call = [sys.executable, "-c", hosts.QUESTION]
+    done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    answer = hosts.understand(Host("n9", "n9"), done.returncode, done.stdout, OPTIONS)
+    assert answer.is_ready, answer.trouble
+    assert answer.usable_cores >= 1
+    assert {"python", "torch", "source"} <= answer.versions.keys()
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ import json, platform
 answer = {{"versions": {{"python": platform.python_version()}}}}
 try:
     import rl_cluster_benchmark
-    from rl_cluster_benchmark import hardware
+    from rl_cluster_benchmark.machine import detection
     from rl_cluster_benchmark.run.summary import git_commit, package_versions
     answer["versions"] |= {{
         "rl_cluster_benchmark": rl_cluster_benchmark.__version__, "source": git_commit(), **package_versions()
     }}
-    answer["usable_cores"] = hardware.detect().usable_cores
+    answer["usable_cores"] = detection.detect().usable_cores
 except Exception as error:
     answer["error"] = f"{{type(error).__name__}}: {{error}}"
 print("{MARK}" + json.dumps(answer))
