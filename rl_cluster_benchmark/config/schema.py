@@ -1,4 +1,4 @@
-"""The one typed config of everything a run needs, documented field by field. config_files.py reads and writes it.
+"""The typed config of a run, documented field by field. config_files.py reads and writes it.
 
 This module imports neither numpy nor torch, so that thread counts can be set from it before those libraries start.
 """
@@ -23,7 +23,7 @@ PROCGEN_GAMES = (
     "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
 )  # fmt: skip
 TOY_ENVS = ("CartPole-v1", "Catch-v0")
-# Games that know a distribution mode besides easy and hard, which all of them know.
+# The games that have a distribution mode besides easy and hard, which all games have.
 EXTRA_DISTRIBUTION_MODES: dict[str, frozenset[str]] = {
     "extreme": frozenset({"chaser", "dodgeball", "leaper", "starpilot"}),
     "memory": frozenset({"caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"}),
@@ -31,14 +31,14 @@ EXTRA_DISTRIBUTION_MODES: dict[str, frozenset[str]] = {
 }
 MAX_LEVEL = 2**31 - 1
 MAX_INT = 2**63 - 1
-MAX_FLOAT = 1e38  # of float32, in which networks compute
-MAX_SECONDS = 1_000_000  # of a timeout: the system's calls take no more than some years
-MAX_HOURS = 1_000_000  # of a run
+MAX_FLOAT = 1e38  # just below the largest float32, in which networks compute
+MAX_SECONDS = 1_000_000  # the longest timeout: system calls refuse those of many years
+MAX_HOURS = 1_000_000  # the longest run
 MAX_ENVS, MAX_THREADS, MAX_WIDTH = 65_536, 1024, 65_536
 
 
 def canonical_env_name(name: object) -> object:
-    """`coinrun`, `procgen-coinrun-v0` and `procgen:procgen-coinrun-v0` are one game."""
+    """Return the full name of an environment: `procgen-coinrun-v0` for `coinrun` or `procgen:procgen-coinrun-v0`."""
     if not isinstance(name, str):
         return name
     game = name.removeprefix("procgen:").removeprefix("procgen-").removesuffix("-v0").lower()
@@ -56,7 +56,7 @@ EnvName = Annotated[str, BeforeValidator(canonical_env_name)]
 
 
 def _number(value: object) -> object:
-    """YAML 1.1 reads `3e-4` as a string; people mean the number."""
+    """Return the number in a string such as `3e-4`, which YAML 1.1 does not read as a number."""
     if isinstance(value, bool):
         raise ValueError("is not allowed; it must be a number")
     if isinstance(value, str):
@@ -68,7 +68,7 @@ def _number(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    """A text of digits is read exactly; as a float it would be rounded beyond 2^53."""
+    """Return a whole number; read a text of digits exactly, because a float would round it beyond 2^53."""
     try:
         number = int(value) if isinstance(value, str) else _number(value)
     except ValueError:
@@ -114,7 +114,7 @@ class UsedBy:
 
 
 OfPPO = Annotated[Value, UsedBy(("ppo",))]
-OfActorCritics = Annotated[Value, UsedBy(("ppo", "a2c", "a3c"))]  # but IMPALA, which has keys of its own
+OfActorCritics = Annotated[Value, UsedBy(("ppo", "a2c", "a3c"))]  # IMPALA has keys of its own for these
 
 
 class Section(BaseModel):
@@ -173,7 +173,7 @@ class EnvConfig(Section):
 
     @property
     def game(self) -> str | None:
-        """The bare Procgen game, or None for a toy environment."""
+        """Return the bare name of the Procgen game, or None for a toy environment."""
         return self.name.removeprefix("procgen-").removesuffix("-v0") if self.name.startswith("procgen-") else None
 
     @model_validator(mode="after")
@@ -501,7 +501,7 @@ class Config(Section):
 
     @property
     def traits(self) -> Traits:
-        """Return what is known of the algorithm besides its maths."""
+        """Return the properties of the algorithm that do not concern its maths."""
         return TRAITS[self.algorithm]
 
     @property
@@ -516,7 +516,7 @@ class Config(Section):
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether the run has workers on machines that meet."""
+        """Return whether the run has workers on several machines."""
         return self.mode == "distributed"
 
     @property
@@ -525,7 +525,7 @@ class Config(Section):
 
     @property
     def batch_size(self) -> int:
-        """The minibatch in use: a batch_size larger than the rollout is the whole rollout."""
+        """Return the size of a minibatch: training.batch_size, or the whole rollout if that is smaller."""
         return min(self.training.batch_size, self.rollout_size)
 
     @property
@@ -534,13 +534,16 @@ class Config(Section):
 
     @property
     def unrolls_per_step(self) -> int:
-        """IMPALA: unrolls, each n_steps of one environment, that make about a batch_size; as many for each learner."""
+        """Return how many unrolls (n_steps of one environment) make IMPALA's batch: about batch_size steps in all.
+
+        Each learner takes equally many.
+        """
         learners = self.impala.num_learners if not self.is_sequential and self.impala.num_learners != "auto" else 1
         learners *= self.num_machines  # as if all were alike
         return self.unrolls_per_learner(learners) * learners
 
     def unrolls_per_learner(self, learners: int) -> int:
-        """That each of so many learners takes in a step."""
+        """Return how many unrolls each of `learners` learners takes for an optimiser step of IMPALA."""
         each = round(self.training.batch_size / self.training.n_steps / learners)
         return max(1, min(each, self.env.num_envs // learners))
 

@@ -1,6 +1,6 @@
-"""What the rest of the program knows of an algorithm without knowing its maths: the names and how its processes work.
+"""The algorithms as configs, plans and tools see them: names, and how their processes work together, but no maths.
 
-algorithms/registry.py adds what learns.
+algorithms/registry.py adds the classes that learn.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traits:
-    """An algorithm as configs, plans, tools and reports see it."""
+    """Properties of an algorithm that do not concern its maths."""
 
     name: str  # in configs and on the command line
     label: str  # in texts
-    synchronisations: tuple[str, ...]  # how machines may keep together (cluster.sync)
-    has_minibatches: bool = False  # it learns from a rollout in epochs of minibatches
-    has_actors: bool = False  # outside sequential mode some processes act and others learn from unrolls
-    is_lock_free: bool = False  # its workers update shared parameters, and none waits for another
+    synchronisations: tuple[str, ...]  # the values of cluster.sync that it can be run with
+    has_minibatches: bool = False  # whether it learns from a rollout in epochs of minibatches
+    has_actors: bool = False  # whether, outside sequential mode, some processes act and others learn from unrolls
+    is_lock_free: bool = False  # whether its workers update shared parameters without waiting for each other
 
     @property
     def is_in_step(self) -> bool:
-        """Return whether all its workers take every step of the optimiser together."""
+        """Return whether all workers take every optimiser step together."""
         return not self.has_actors and not self.is_lock_free
 
 
