@@ -63,6 +63,15 @@ def finished_with(directory: RunDirectory) -> int | None:
     return summary.get("total_updates") if summary.get("state") == "finished" else None
 
 
+def remove_results_after(directory: RunDirectory, updates: int) -> None:
+    """Remove what tells of updates that are about to be made again: nothing else would, if the run is killed."""
+    for file in (directory.summary, directory.benchmark_metrics):
+        made = _content(file).get("total_updates")
+        if isinstance(made, int | float) and made > updates:
+            directory.metrics.unlink(missing_ok=True)
+            file.unlink()
+
+
 def _changes(before: Config, now: Config) -> dict[str, str]:
     """Return what a run may not change, and would: key -> `the new value (it was the old one)`."""
     found = {}
@@ -165,9 +174,13 @@ def _runs_near(directory: RunDirectory) -> Iterator[Path]:
 
 
 def _summary(directory: RunDirectory) -> dict[str, Any]:
+    return _content(directory.summary)
+
+
+def _content(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        summary = json.loads(directory.summary.read_bytes())
-        return summary if isinstance(summary, dict) else {}
+        content = json.loads(file.read_bytes())
+        return content if isinstance(content, dict) else {}
     return {}
 
 

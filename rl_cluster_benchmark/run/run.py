@@ -100,6 +100,7 @@ class Run:
         if not self.resume:
             self.directory.begin_run(self.jobs)
         write_atomically(self.directory.config, configs.to_yaml(self.config).encode())
+        resumption.remove_results_after(self.directory, self.updates)
         metrics.cut_after(self.directory.metrics_log, self.updates)
         self._metrics = metrics.MetricsWriter(
             self.directory.metrics_log,
