@@ -152,7 +152,7 @@ def _from_outside(args: argparse.Namespace, hosts: str) -> int:
         print(f"{len(ready)} of them measure together ...", flush=True)
         words = ["--timeout", args.timeout, "--master-port", args.master_port or PORT]
         words += ["--interface", args.interface] if args.interface else []
-        measured, errors = machines.measure_together(options, ready, list(map(str, words)), 3 * args.timeout + 60)
+        measured, errors = machines.measure_through_ssh(options, ready, list(map(str, words)), 3 * args.timeout + 60)
     shown, stops = checkup_report.text(checkup_report.Checkup.of(measured, answers, errors))
     print("", shown, sep="\n", flush=True)
     if measured is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.tools.checkup import expectation
-from rl_cluster_benchmark.tools.checkup.hosts import marked
+from rl_cluster_benchmark.tools.checkup.hosts import measure_together
 from rl_cluster_benchmark.tools.checkup.probe import Measurements
-from rl_cluster_benchmark.tools.launch.command import MODULE
+from rl_cluster_benchmark.tools.launch.launch_processes import Lines, LocalProcess
 from rl_cluster_benchmark.tools.scaling import model
 from rl_cluster_benchmark.tools.scaling.cases import MEASURED
 from rl_cluster_benchmark.tools.scaling.measured_runs import Rate, measure
@@ -154,24 +154,17 @@ def software_cost() -> model.Network:
 
 
 def gloo_on_loopback(nodes: int = 2) -> Measurements:
-    where = ["--num-nodes", nodes, "--master-addr", LOOPBACK, "--master-port", free_port(), "--json", "-"]
-    call = [sys.executable, *MODULE, "doctor", "--cluster", *map(str, where)]
-    started = [
-        subprocess.Popen([*call, "--node-rank", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(nodes)
-    ]
-    try:
-        texts = [process.communicate(timeout=SECONDS_FOR_GLOO)[0] for process in started]
-    except subprocess.TimeoutExpired:
-        raise TrainingFailedError(f"Gloo between processes here took more than {SECONDS_FOR_GLOO} s.") from None
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    found = marked(texts[0])
-    if found is None:
-        raise TrainingFailedError(f"Gloo could not be measured on this machine: {texts[0].strip()[-300:]}")
-    return Measurements.from_dict(found)
+    """Let processes on this machine sum gradients, through the loopback interface."""
+
+    def start(rank: int, call: Sequence[str], lines: Lines) -> LocalProcess:
+        return LocalProcess(f"process {rank}", [sys.executable, *call], lines, os.environ)
+
+    arguments = ["--master-addr", LOOPBACK, "--master-port", str(free_port())]
+    measured, errors = measure_together(start, nodes, arguments, SECONDS_FOR_GLOO)
+    if measured is None:
+        why = "; ".join(f"{name}: {error}" for name, error in errors.items()) or "no figures came back"
+        raise TrainingFailedError(f"Gloo could not be measured on this machine ({why}).")
+    return measured
 
 
 def typical(software: model.Network, *, round_trip: float, bits_per_second: float) -> model.Network:
