@@ -54,6 +54,15 @@ class Signals:
         """From now on the run is to end, because of this signal, which another machine may have received."""
         self.received = number
 
+    def has_come(self) -> bool:
+        """Return whether somebody has asked to end."""
+        return self.received is not None
+
+    @property
+    def status(self) -> int:
+        """Return the exit status of a command that has ended in good order: 128 + N after signal N, else 0."""
+        return 0 if self.received is None else 128 + self.received
+
     def check(self) -> None:
         """Raise Interrupted if the run is to end: called while it starts, when there is nothing to save."""
         if self.received is not None:

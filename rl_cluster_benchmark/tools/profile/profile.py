@@ -27,7 +27,7 @@ from rl_cluster_benchmark.tools.profile.figures import Process, Profile, passes_
 from rl_cluster_benchmark.tools.profile.verdict import judge
 from rl_cluster_benchmark.tools.scaling.cases import MEASURED
 from rl_cluster_benchmark.tools.scaling.measured_runs import SECONDS_WITHOUT_PROGRESS, TrainingProcess
-from rl_cluster_benchmark.tools.scaling.sweep import claim, runs_folder
+from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
 from rl_cluster_benchmark.tools.tune.tuning_space import resolve_envs
 from rl_cluster_benchmark.tools.tune.tuning_trials import short_updates
 
@@ -52,30 +52,26 @@ def profile(config: Config, settings: ProfileSettings, signals: Signals) -> int:
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
         check_output("--trace", settings.trace)
-    lock = claim(settings.output_dir, profile_report.FILES, overwrite=settings.overwrite, what="a profile")
-    try:
-        machine = detection.detect()
-        print(f"CPU: {machine.cpu_model} ({machine.usable_cores} of {machine.logical_cores} logical cores usable)")
+    files, machine = profile_report.FILES, detection.detect()
+    with results_folder(settings.output_dir, files, overwrite=settings.overwrite, what="a profile") as folder:
+        print(f"CPU: {machine}")
         best = None
         if settings.peak:
             print("Measuring this machine's peak ...", flush=True)
             best = peak.measure(machine.physical_cores[: machine.usable_cores])
-        with runs_folder(settings.output_dir) as folder:
-            watched = WatchedRun(config, folder, settings, signals)
-            try:
-                watched.follow()
-            except KeyboardInterrupt:
-                print("Interrupted: nothing is written.")
-                return 128 + (signals.received or 2)
-            finally:
-                watched.end()
-            result = watched.profile(best)
-            verdict = judge(result, watched.run_config, machine)
-            profile_report.show(result, verdict, watched.run_config)
-            profile_report.write(settings.output_dir, result, verdict, watched.run_config)
-            watched.keep_files()
-    finally:
-        os.close(lock)
+        watched = WatchedRun(config, folder, settings, signals)
+        try:
+            watched.follow()
+        except KeyboardInterrupt:
+            print("Interrupted: nothing is written.")
+            return signals.status or 130
+        finally:
+            watched.end()
+        result = watched.profile(best)
+        verdict = judge(result, watched.run_config, machine)
+        profile_report.show(result, verdict, watched.run_config)
+        profile_report.write(settings.output_dir, result, verdict, watched.run_config)
+        watched.keep_files()
     return 0
 
 
@@ -88,7 +84,7 @@ def _measured(config: Config) -> Config:
     if config.hardware.device != "cpu":
         raise UserError(f"rlcb profile is about CPUs, and hardware.device = {config.hardware.device}; use cpu.")
     config = short_updates(resolve_envs(config, detection.detect()))
-    return config_files.build(config_files.to_dict(config), MEASURED, source="config")
+    return config_files.with_changes(config, MEASURED, source="config")
 
 
 class WatchedRun:

@@ -95,12 +95,12 @@ def _alone(config: Config) -> Config:
         changes |= {"cluster.master_addr": LOOPBACK, "cluster.master_port": free_port()}
     else:
         changes = {"mode": "parallel"}
-    config = config_files.build(config_files.to_dict(config), MEASURED | changes, source="projection")
+    config = config_files.with_changes(config, MEASURED | changes, source="projection")
     each = config.parallel.num_envs_per_worker
     if config.mode == "distributed" and each is not None:  # as the head would fill it in
         workers = config.parallel.num_workers or detection.detect().usable_cores
         filled = {"env.num_envs": each * workers, "parallel.num_envs_per_worker": None}
-        config = config_files.build(config_files.to_dict(config), filled, source="projection")
+        config = config_files.with_changes(config, filled, source="projection")
     return config
 
 
@@ -133,7 +133,7 @@ def optimizer_steps(config: Config, summary: dict[str, Any]) -> tuple[int, int]:
     if config.algorithm == "impala":
         filled = {"env.num_envs": summary["num_envs"], "parallel.num_envs_per_worker": None}
         filled |= {"impala.num_learners": summary["num_learners"]}
-        unrolls = config_files.build(config_files.to_dict(config), filled, source="projection").unrolls_per_step
+        unrolls = config_files.with_changes(config, filled, source="projection").unrolls_per_step
         steps = max(1, round(summary["num_envs"] / unrolls)) * config.impala.passes
         return unrolls * config.training.n_steps, steps
     return config.rollout_size, 1

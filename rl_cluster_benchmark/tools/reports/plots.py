@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +67,8 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
     return save_figure(figure, output)
 
 
-def open_figure(rows: int, columns: int, figsize: tuple[float, float]) -> tuple[Any, Any]:
-    """(the figure, its axes [rows, columns])."""
+def open_figure(rows: int, columns: int, figsize: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """Return a figure and its axes [rows, columns]; `options` are for pyplot.subplots."""
     try:
         import matplotlib
 
@@ -75,7 +76,17 @@ def open_figure(rows: int, columns: int, figsize: tuple[float, float]) -> tuple[
         import matplotlib.pyplot as plt
     except ImportError:
         raise UserError("Plots need matplotlib: pip install matplotlib.") from None
-    return plt.subplots(rows, columns, figsize=figsize, constrained_layout=True, squeeze=False)
+    return plt.subplots(rows, columns, figsize=figsize, constrained_layout=True, squeeze=False, **options)
+
+
+def draw_counts_axis(axis: Axes, counts: Sequence[int], label: str) -> None:
+    """Make the horizontal axis one of numbers that double, of workers or machines, with a grid and a legend."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    axis.set_xlabel(label)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize="small")
 
 
 def picture_file(name: str | Path) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -162,12 +160,7 @@ def _closing(comparison: Comparison, indent: str) -> list[str]:
 
 def as_csv(comparison: Comparison) -> str:
     """A row per group: each figure with the two ends of its interval."""
-    buffer = io.StringIO()
-    rows = [_flat(entry) for entry in as_data(comparison)["groups"]]
-    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue().rstrip("\n")
+    return text.as_csv([_flat(entry) for entry in as_data(comparison)["groups"]]).rstrip("\n")
 
 
 def as_json(comparison: Comparison) -> str:

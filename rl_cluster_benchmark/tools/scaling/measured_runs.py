@@ -156,7 +156,7 @@ class TrainingProcess(ChildProcess):
     ) -> None:
         folder.mkdir(parents=True)
         changes = {"output_dir": str(folder / "run"), **(changes or {})}
-        config = config_files.build(config_files.to_dict(config), changes, source="scaling")
+        config = config_files.with_changes(config, changes, source="scaling")
         self.directory = RunDirectory.of(config)
         self.lines: list[dict[str, float]] = []
         self.windows: list[tuple[int, int]] = []  # the lines from and to which time counts
