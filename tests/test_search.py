@@ -327,8 +327,8 @@ class FakeChild:
     failures: dict[int, str] = {}  # trial -> what its log says
     cores: list[object] = []
 
-    def __init__(self, arguments, log, cores=None):
-        given = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    def __init__(self, call, *, output, cores=None):
+        log, given = output, dict(zip(call[4::2], call[5::2], strict=True))
         output = Path(given["--output-dir"])
         assert not output.exists(), "the earlier attempt is still there"
         trial, self.status = int(output.parent.name), 0
@@ -361,7 +361,7 @@ class FakeChild:
 @pytest.fixture
 def made_up(monkeypatch):
     """Training takes no time."""
-    monkeypatch.setattr(search_trials, "Child", FakeChild)
+    monkeypatch.setattr(search_trials, "ChildProcess", FakeChild)
     monkeypatch.setattr(searching, "SECONDS_BETWEEN_LOOKS", 0)
     monkeypatch.setattr(FakeChild, "failures", {})
     monkeypatch.setattr(FakeChild, "cores", [])
@@ -417,10 +417,10 @@ def test_a_run_that_fails_behind_a_rung_is_judged_there_first(made_up, tmp_path,
     """Whether it is stopped or fails must not depend on when it is looked at."""
     original = FakeChild.__init__
 
-    def fail_later(self, arguments, log, cores=None):
-        original(self, arguments, log, cores)
-        if Path(arguments[-1]).parent.name == "0002":
-            file = Path(arguments[-1]) / "logs" / "PPO_Sequential" / "metrics.jsonl"
+    def fail_later(self, call, **options):
+        original(self, call, **options)
+        if Path(call[-1]).parent.name == "0002":
+            file = Path(call[-1]) / "logs" / "PPO_Sequential" / "metrics.jsonl"
             file.write_text("".join(file.read_text().splitlines(keepends=True)[: at_step // 512]))
             self.status = 1
 

@@ -28,6 +28,7 @@ from rl_cluster_benchmark.cli.arguments import (
     rank,
     seconds,
     seed,
+    start_signals,
     without_effect,
 )
 from rl_cluster_benchmark.cli.checkpoint_commands import add_checkpoint_command
@@ -308,7 +309,6 @@ def _plot(args: argparse.Namespace) -> int:
 
 def _scaling(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.core.errors import UserError
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.scaling.sweep import SweepSettings, scaling
 
     if args.project:
@@ -318,8 +318,6 @@ def _scaling(args: argparse.Namespace) -> int:
     if args.num_envs is not None:
         args.set.insert(0, "parallel.num_workers=null")  # the preset's number of workers says nothing here
     config = config_from(args)
-    signals = Signals()
-    signals.install()
     settings = SweepSettings(
         workers=args.workers,
         envs_per_worker=args.envs_per_worker,
@@ -328,7 +326,7 @@ def _scaling(args: argparse.Namespace) -> int:
         output_dir=Path(config.output_dir or SCALING_DIR),
         overwrite=args.overwrite,
     )
-    return scaling(config, settings, signals)
+    return scaling(config, settings, start_signals())
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -368,10 +366,8 @@ def _quickstart(args: argparse.Namespace) -> int:
 
 def _start_process(config: Config) -> Signals:
     """Catch signals and set the threads, before anything that imports numpy or torch is imported."""
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.machine import planning, process
 
-    signals = Signals()
-    signals.install()
+    signals = start_signals()
     process.prepare_process(planning.plan(config).num_threads)
     return signals

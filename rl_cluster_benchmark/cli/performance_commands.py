@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rl_cluster_benchmark.cli.arguments import FLAGS, add_config_arguments, attribute, config_from, seconds
+from rl_cluster_benchmark.cli.arguments import (
+    FLAGS,
+    add_config_arguments,
+    attribute,
+    config_from,
+    seconds,
+    start_signals,
+)
 
 TUNE_DIR, PROFILE_DIR = "runs/tune", "runs/profile"
 SET_BY_MEASURING = (
@@ -67,9 +74,9 @@ def _add_profile(commands: Any) -> None:
         "--seconds", type=seconds, default=15.0, metavar="S", help="measured after the first update; default: 15"
     )
     parser.add_argument(
-        "--of", metavar="DIR", help="train nothing: say what limited the run in this directory, of any mode"
+        "--of", type=Path, metavar="DIR", help="train nothing: say what limited the run in this directory, of any mode"
     )
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of one process of each kind")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of one process of each kind")
     parser.add_argument("--no-peak", action="store_true", help="do not measure what the machine could do: seconds less")
     parser.add_argument("--no-flame", action="store_true", help="draw no flame graph even if py-spy is there")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier profile in the output directory")
@@ -106,7 +113,6 @@ def _add_tune(commands: Any) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.tune.tuning import TuningSettings, tune
 
     given = _given_keys(args)
@@ -114,8 +120,6 @@ def _tune(args: argparse.Namespace) -> int:
         args.mode = "parallel"
     output_dir = Path(args.output_dir or TUNE_DIR)
     config = _config(args)
-    signals = Signals()
-    signals.install()
     settings = TuningSettings(
         budget=args.budget,
         seconds=args.seconds,
@@ -125,11 +129,11 @@ def _tune(args: argparse.Namespace) -> int:
         learning_too=args.allow_learning_changes,
         given=given,
     )
-    return tune(config, settings, signals)
+    return tune(config, settings, start_signals())
 
 
 def _config(args: argparse.Namespace) -> Any:
-    """Of the runs to be made; --output-dir is the place of what is written about them."""
+    """Return the config of the runs to be made; --output-dir is the place of what is written about them."""
     args.output_dir = None
     return config_from(args)
 
@@ -144,24 +148,20 @@ def _given_keys(args: argparse.Namespace) -> set[str]:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.profile.profile import ProfileSettings, profile
 
     if args.of is not None:
         from rl_cluster_benchmark.tools.profile.finished import explain
 
-        return explain(Path(args.of))
+        return explain(args.of)
     if args.mode is None and args.config is None:
         args.mode = "parallel"
     settings = ProfileSettings(
         seconds=args.seconds,
         output_dir=Path(args.output_dir or PROFILE_DIR),
         overwrite=args.overwrite,
-        trace=Path(args.trace) if args.trace else None,
+        trace=args.trace,
         peak=not args.no_peak,
         flame=not args.no_flame,
     )
-    config = _config(args)
-    signals = Signals()
-    signals.install()
-    return profile(config, settings, signals)
+    return profile(_config(args), settings, start_signals())

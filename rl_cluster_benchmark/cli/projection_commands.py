@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_cluster_benchmark.cli.arguments import number, start_signals
 from rl_cluster_benchmark.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,14 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nodes", type=_nodes, metavar="N,N,...", help="numbers of machines; default: 1,2,4,...,512,1000"
     )
-    group.add_argument("--network", metavar="FILE", help="the network that rlcb doctor --cluster --json has measured")
+    group.add_argument(
+        "--network", type=Path, metavar="FILE", help="the network that rlcb doctor --cluster --json has measured"
+    )
     group.add_argument("--bandwidth", type=_rate, metavar="RATE", help="of every link: 10gbit, 100mbit")
     group.add_argument("--round-trip", type=_time, metavar="TIME", help="between two machines: 0.1ms, 50us")
     group.add_argument(
-        "--spread", type=_share, metavar="SHARE",
+        "--spread", type=number(lambda share: 0 <= share < 1, "a number from 0 to 1, 0.03 is 3%"), metavar="SHARE",
         help="standard deviation of the machines' speeds, 0.03 is 3%%; default: from --network, else 0",
     )  # fmt: skip
-    group.add_argument("--measured", metavar="FILE", help="an earlier projection.json: measure nothing anew")
+    group.add_argument("--measured", type=Path, metavar="FILE", help="an earlier projection.json: measure nothing anew")
 
 
 def _nodes(text: str) -> list[int]:
@@ -81,16 +84,6 @@ def _with_unit(text: str, units: Mapping[str, float], examples: str) -> float:
     return float(match.group(1)) * units[match.group(2)]
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not allowed; it must be a number from 0 to 1, 0.03 is 3%")
-    return share
-
-
 def run(args: argparse.Namespace, config_from: Callable[[argparse.Namespace], Config]) -> int:
     if args.envs_per_worker is not None or args.repeats != 1:
         raise UserError("--envs-per-worker and --repeats belong to a sweep over workers, not to --project.")
@@ -100,7 +93,6 @@ def run(args: argparse.Namespace, config_from: Callable[[argparse.Namespace], Co
         if len(args.workers) > 1:
             raise UserError("With --project, --workers is one number: the workers of each machine.")
         args.set.insert(0, f"parallel.num_workers={args.workers[0]}")
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.projection.projection import NODES, ProjectionSettings, project
 
     args.mode = "parallel" if args.algorithm in ("a3c", "impala") else "distributed"
@@ -110,12 +102,10 @@ def run(args: argparse.Namespace, config_from: Callable[[argparse.Namespace], Co
         seconds=args.seconds,
         output_dir=Path(config.output_dir or PROJECTION_DIR),
         overwrite=args.overwrite,
-        measured=Path(args.measured) if args.measured else None,
-        network=Path(args.network) if args.network else None,
+        measured=args.measured,
+        network=args.network,
         bandwidth=args.bandwidth,
         round_trip=args.round_trip,
         spread=args.spread,
     )
-    signals = Signals()
-    signals.install()
-    return project(config, settings, signals)
+    return project(config, settings, start_signals())

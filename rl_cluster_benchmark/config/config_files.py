@@ -58,6 +58,11 @@ def build(data: Mapping[str, Any], overrides: Mapping[str, object], *, source: s
         raise UserError("\n".join(sentences)) from None
 
 
+def with_changes(config: Config, changes: Mapping[str, object], *, source: str) -> Config:
+    """Return this config with `{'section.key': value}` changed, checked again; `source` names it in a mistake."""
+    return build(to_dict(config), changes, source=source)
+
+
 def merge(data: Mapping[str, Any], overrides: Mapping[str, object]) -> dict[str, Any]:
     """Return the data of a YAML file with `{'section.key': value}` overrides on top, unchecked."""
     merged = _move_old_keys(data)
@@ -102,7 +107,7 @@ def with_workers(config: Config, num_workers: int) -> Config:
     changes: dict[str, object] = {"parallel.num_workers": num_workers}
     if config.parallel.num_envs_per_worker is not None:
         changes["env.num_envs"] = num_workers * config.parallel.num_envs_per_worker
-    return build(to_dict(config), changes, source=f"{num_workers} workers")
+    return with_changes(config, changes, source=f"{num_workers} workers")
 
 
 class PlainLoader(yaml.SafeLoader):

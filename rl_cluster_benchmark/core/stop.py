@@ -55,6 +55,15 @@ class Signals:
         """Note that the run is to end because of this signal, which this machine or another one has received."""
         self.received = number
 
+    def has_come(self) -> bool:
+        """Return whether somebody has asked to end."""
+        return self.received is not None
+
+    @property
+    def status(self) -> int:
+        """Return the exit status of a command that has ended in good order: 128 + N after signal N, else 0."""
+        return 0 if self.received is None else 128 + self.received
+
     def check(self) -> None:
         """Raise Interrupted if the run is to end; called while the run starts, when there is nothing to save."""
         if self.received is not None:

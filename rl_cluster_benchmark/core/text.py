@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import datetime
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 NOTHING = "-"
 
@@ -32,6 +36,20 @@ def duration(seconds: float | None) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m"
     return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+
+
+def timestamp() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line with the keys of the first row, and a line with the values of each."""
+    output = io.StringIO()
+    writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return output.getvalue()
 
 
 def table(head: Row, rows: Sequence[Row]) -> list[str]:

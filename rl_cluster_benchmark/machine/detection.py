@@ -22,6 +22,9 @@ class Machine:
     memory_bytes: int
     shm_bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.cpu_model} ({self.usable_cores} of {self.logical_cores} logical cores usable)"
+
     @property
     def fast_bfloat16(self) -> str | None:
         """The instruction set that multiplies bfloat16 faster than float32, if there is one."""

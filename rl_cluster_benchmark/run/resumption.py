@@ -115,7 +115,7 @@ def _with_its_environments(config: Config, before: Config) -> Config:
         flush=True,
     )
     changes = {"env.num_envs": before.env.num_envs, "parallel.num_envs_per_worker": None}
-    return configs.build(configs.to_dict(config), changes, source="the run to resume")
+    return configs.with_changes(config, changes, source="the run to resume")
 
 
 def _num_envs(config: Config) -> int | None:

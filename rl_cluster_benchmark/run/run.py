@@ -7,7 +7,6 @@ report (see execution/loop.py for the calls).
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.core.text import timestamp
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.learning.bad_numbers import COUNTS
 from rl_cluster_benchmark.machine.planning import Plan
@@ -428,7 +428,7 @@ class Run:
             "cpu_model": machine.cpu_model,
             "usable_cores": self.usable_cores,
             "checkpoint": self.newest_checkpoint,
-            "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "finished_at": timestamp(),
             **self.code,
         }
 

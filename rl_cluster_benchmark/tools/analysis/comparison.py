@@ -14,14 +14,12 @@ from rl_cluster_benchmark.core.text import duration, whole
 from rl_cluster_benchmark.env import published
 from rl_cluster_benchmark.tools.analysis import groups as figures
 from rl_cluster_benchmark.tools.analysis import statistics
-from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric, group_runs
+from rl_cluster_benchmark.tools.analysis.groups import EVALUATED, LEVELS, Group, LearningTask, Metric, group_runs
 from rl_cluster_benchmark.tools.analysis.runs import LeftOut, RunRecord, load_runs
 from rl_cluster_benchmark.tools.analysis.statistics import Estimate
 
 BASES: tuple[tuple[str, str, Metric], ...] = (
-    ("test", "evaluation on unseen levels", figures.test_reward),
-    ("all", "evaluation on all levels", figures.all_reward),
-    ("train", "evaluation on training levels", figures.train_reward),
+    *((levels, f"evaluation on {LEVELS[levels]}", EVALUATED[levels]) for levels in ("test", "all", "train")),
     ("training", "last 100 episodes of training", figures.final_reward),
 )
 
@@ -65,6 +63,10 @@ class Comparison:
 
     def of_task(self, task: LearningTask) -> list[Group]:
         return [group for group in self.groups if group.task == task]
+
+    def longest_run(self, task: LearningTask) -> float:
+        """Return the steps of the run of this task that has most."""
+        return max(run.summary.total_timesteps for group in self.of_task(task) for run in group.runs)
 
     def group(self, variant: str, task: LearningTask) -> Group | None:
         return next((g for g in self.groups if g.variant == variant and g.task == task), None)

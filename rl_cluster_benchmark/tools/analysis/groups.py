@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -166,8 +167,27 @@ def _value(value: object) -> str:
 # Figures of a run
 
 
-def fps(run: RunRecord) -> float | None:
-    return run.summary.avg_fps
+def in_summary(name: str) -> Metric:
+    """Return the figure that stands under this name in a run's summary."""
+    return attrgetter(f"summary.{name}")
+
+
+def in_evaluation(levels: str, name: str = "mean_reward") -> Metric:
+    """Return the figure that stands under this name in a run's evaluation on these levels."""
+
+    def figure(run: RunRecord) -> float | None:
+        return getattr(run.evaluations[levels], name) if levels in run.evaluations else None
+
+    return figure
+
+
+fps, steps, memory = in_summary("avg_fps"), in_summary("total_timesteps"), in_summary("peak_memory_gb")
+final_reward, best_reward = in_summary("final_reward"), in_summary("best_reward")
+NEVER_NEGATIVE = (fps, memory, steps)
+# The levels of an evaluation: those of training, those never trained on, and all, as the published test has them.
+LEVELS = {"train": "training levels", "test": "unseen levels", "all": "all levels"}
+EVALUATED = {levels: in_evaluation(levels) for levels in LEVELS}
+train_reward, test_reward, all_reward = EVALUATED.values()
 
 
 def machines(runs: Iterable[RunRecord]) -> list[tuple[str, int | None]]:
@@ -195,39 +215,6 @@ def ways_of_acting(runs: Iterable[RunRecord], levels: str) -> int:
     return len({run.evaluations[levels].deterministic for run in runs if levels in run.evaluations})
 
 
-def memory(run: RunRecord) -> float | None:
-    return run.summary.peak_memory_gb
-
-
-def steps(run: RunRecord) -> float | None:
-    return run.summary.total_timesteps
-
-
-NEVER_NEGATIVE = (fps, memory, steps)
-
-
-def final_reward(run: RunRecord) -> float | None:
-    return run.summary.final_reward
-
-
-def train_reward(run: RunRecord) -> float | None:
-    """Evaluated on the levels of training."""
-    evaluation = run.evaluations.get("train")
-    return evaluation.mean_reward if evaluation else None
-
-
-def test_reward(run: RunRecord) -> float | None:
-    """Evaluated on levels that were never trained on."""
-    evaluation = run.evaluations.get("test")
-    return evaluation.mean_reward if evaluation else None
-
-
-def all_reward(run: RunRecord) -> float | None:
-    """Evaluated on all levels, those of training among them, as the published test is."""
-    evaluation = run.evaluations.get("all")
-    return evaluation.mean_reward if evaluation else None
-
-
 def gap(run: RunRecord) -> float | None:
     """How much better the agent plays levels it was trained on than levels never trained on."""
     train, test = train_reward(run), test_reward(run)
@@ -241,6 +228,11 @@ def reached(run: RunRecord, threshold: float) -> tuple[float, float] | None:
         return None
     there = np.flatnonzero((rewards >= threshold) & (episodes >= WINDOW))
     return (float(run.series["step"][there[0]]), float(run.series["time"][there[0]])) if len(there) else None
+
+
+def published_until(env: EnvConfig, step: float) -> list[published.CurvePoint]:
+    """Return the points of the published curve that lie within a picture of a run of so many steps."""
+    return [point for point in published.curve(env) if point.step <= 1.3 * step]
 
 
 def published_reward(task: LearningTask, at_step: float, split: str = "train") -> float | None:

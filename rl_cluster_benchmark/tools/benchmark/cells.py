@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.processes.child_process import ChildProcess, reason_of_failure, rlcb
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord, UnusableRunError, is_running, load_run
-from rl_cluster_benchmark.tools.benchmark.cell_processes import reason_in, run_child
 from rl_cluster_benchmark.tools.benchmark.matrix import Cell, Matrix
 from rl_cluster_benchmark.tools.benchmark.removal import log_of
 
 CellState = Literal["to come", "training", "evaluating", "done", "failed"]
+SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_FOR_AN_ORPHAN = 60.0  # that a run of a killed benchmark has to save and end
 MOST_OVERHEAD = 600.0  # seconds to start and evaluate a cell
 SPARE_SECONDS = 900.0  # beyond twice its duration, after which a timed run is ended
@@ -121,13 +122,23 @@ def _evaluate(
 def _call(
     progress: CellProgress, call: list[str], signals: Signals, look: Callable[[], None], deadline: float | None = None
 ) -> None:
-    status = run_child(call, progress.log, signals, look, deadline)
+    """Run `rlcb CALL` to its end; it is told to end earlier when a signal has come, or after `deadline` seconds."""
+    child, is_late = ChildProcess(rlcb(*call), output=progress.log), False
+    try:
+        while not child.has_ended():
+            is_late = is_late or (deadline is not None and time.monotonic() - child.started > deadline)
+            if signals.received is not None or is_late:
+                child.ask_to_end()
+            look()
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+    finally:
+        child.kill()
     if signals.received is not None:
         raise _Interrupted
-    if status == 124:
+    if is_late:
         raise _Failed("the run was ended: it had taken more than twice its time")
-    if status != 0:
-        raise _Failed(reason_in(progress.log, status))
+    if child.status != 0:
+        raise _Failed(reason_of_failure(progress.log, child.status))
 
 
 def _finished(directory: Path) -> RunRecord | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import re
 import sys
@@ -23,6 +22,7 @@ from rl_cluster_benchmark.core.atomic_files import as_json, open_plain
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.output_files import check_output, write_output
 from rl_cluster_benchmark.core.seeding import stream
+from rl_cluster_benchmark.core.text import timestamp
 from rl_cluster_benchmark.env.environments import Levels, VectorEnv, make_env
 from rl_cluster_benchmark.env.published import normalized_score
 from rl_cluster_benchmark.execution.loop import load_weights
@@ -148,7 +148,7 @@ def _origin(path: Path, digest: str | None, state: dict[str, Any], config: Confi
         "mode": config.mode,
         "env": config.env.model_dump(exclude={key.removeprefix("env.") for key in NOT_PLAYED_WITH}),
         "cpu_model": detection.detect().cpu_model,
-        "evaluated_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "evaluated_at": timestamp(),
         **summary.code(),
     }
 
@@ -209,7 +209,7 @@ def evaluate(
 
 def _plan(config: Config) -> planning.Plan:
     """Where the network is there in C, one thread of it acts faster than a few of torch's."""
-    on_one_thread = configs.build(configs.to_dict(config), {"hardware.num_threads": 1}, source="evaluation")
+    on_one_thread = configs.with_changes(config, {"hardware.num_threads": 1}, source="evaluation")
     plan = planning.compiled(config, planning.plan(on_one_thread))
     return plan if plan.engine == "native" else planning.compiled(config, planning.plan(config))
 

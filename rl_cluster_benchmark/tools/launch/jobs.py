@@ -71,8 +71,6 @@ class BatchSystem(Protocol):
         """The exit status of a job that has ended, if the batch system still knows it."""
         ...
 
-    def cancel(self, job: str) -> None: ...
-
 
 def submit(system: BatchSystem, command: Sequence[str], options: JobOptions, script_file: Path) -> str:
     """Send one command of this program (`["train", ...]`) as a job; returns the job's number."""

@@ -115,9 +115,6 @@ class Pbs:
     def log_file(self, job: str, options: JobOptions) -> Path:
         return _log(options)
 
-    def cancel(self, job: str) -> None:
-        ask(["qdel", job])
-
 
 def _variables(directives: Sequence[str]) -> list[str]:
     """Return the names of the variables that -v directives hand on: a -v on qsub's command line replaces theirs."""

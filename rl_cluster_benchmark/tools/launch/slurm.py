@@ -111,9 +111,6 @@ class Slurm:
         name = re.sub(r"%[jA%]", lambda found: "%" if found.group() == "%%" else job, options.log or LOG)
         return Path(options.directory, name)
 
-    def cancel(self, job: str) -> None:
-        ask(["scancel", job])
-
 
 def _quoted(value: object) -> str:
     """Return a value as sbatch reads it in an #SBATCH line."""

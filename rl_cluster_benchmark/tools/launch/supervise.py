@@ -13,7 +13,7 @@ from typing import Protocol
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.processes.watchdog import longest_hang
-from rl_cluster_benchmark.tools.launch.launch_processes import Lines, NodeProcess
+from rl_cluster_benchmark.tools.launch.launch_processes import Lines, NodeProcess, take_lines
 
 WRONG_INPUT = 2
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -94,7 +94,7 @@ def watch(nodes: Sequence[NodeProcess], lines: Lines, config: Config, signals: S
         if told_at == math.inf and (signals.received is not None or now > failed_at + config.cluster.timeout + SECONDS):
             told_at = now
             for node in nodes:
-                node.stop(signals.received or signal.SIGTERM)
+                node.send(signals.received or signal.SIGTERM)
         if now > told_at + longest_hang(config) + SECONDS:
             late = [node for node in nodes if node.poll() is None]
             say(f"Still running, and ended now: {', '.join(node.name for node in late)}.")
@@ -106,8 +106,7 @@ def watch(nodes: Sequence[NodeProcess], lines: Lines, config: Config, signals: S
 
 
 def show(lines: Lines) -> None:
-    while not lines.empty():
-        name, line = lines.get()
+    for name, line in take_lines(lines):
         print(f"[{name}] {line}", flush=True)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.processes.child_process import ChildProcess
 
 PRECISIONS = ("float32", "bfloat16")
 SIZES = (256, 512, 1024)  # of the matrices: which one is fastest depends on caches
@@ -41,32 +41,21 @@ class Peak:
 def measure(cores: Sequence[int]) -> Peak:
     """`cores` are the numbers of the logical CPUs to use."""
     call = [sys.executable, "-m", "rl_cluster_benchmark.tools.profile.peak"]
-    with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [*call, str(core)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends them
-                )
-            )
-            for core in cores
-        ]
-        try:
-            _answers(processes)  # all have started
-            (alone,) = _answers(processes[:1])
-            together = _answers(processes) if len(cores) > 1 else [alone]
-        finally:
-            for process in processes:
-                process.kill()
+    children = [ChildProcess(call, cores=[core], stderr=subprocess.DEVNULL, text=True) for core in cores]
+    try:
+        _answers(children)  # all have started
+        (alone,) = _answers(children[:1])
+        together = _answers(children) if len(cores) > 1 else [alone]
+    finally:
+        for child in children:
+            child.kill()
+            child.close()
     return Peak(len(cores), alone, {name: sum(answer[name] for answer in together) for name in alone})
 
 
-def _answers(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, float]]:
-    """Tell them all, then wait for all."""
+def _answers(children: Sequence[ChildProcess]) -> list[dict[str, float]]:
+    """Tell all of them to measure, then wait for what they answer."""
+    processes = [child.process for child in children]
     for process in processes:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -112,7 +101,6 @@ def _copied_gigabytes() -> float:
 def main() -> None:
     from rl_cluster_benchmark.machine import process
 
-    os.sched_setaffinity(0, {int(sys.argv[1])})
     process.prepare_process(1)
     for number, _ in enumerate(sys.stdin):
         answer = {name: _gflops(name) for name in PRECISIONS} | {"memory": _copied_gigabytes()} if number else {}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from rl_cluster_benchmark.tools.profile.figures import Process, Profile, passes_
 from rl_cluster_benchmark.tools.profile.verdict import judge
 from rl_cluster_benchmark.tools.scaling.cases import MEASURED
 from rl_cluster_benchmark.tools.scaling.measured_runs import SECONDS_WITHOUT_PROGRESS, TrainingProcess
-from rl_cluster_benchmark.tools.scaling.sweep import claim, runs_folder
+from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
 from rl_cluster_benchmark.tools.tune.tuning_space import resolve_envs
 from rl_cluster_benchmark.tools.tune.tuning_trials import short_updates
 
@@ -51,30 +52,26 @@ def profile(config: Config, settings: ProfileSettings, signals: Signals) -> int:
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
         check_output("--trace", settings.trace)
-    lock = claim(settings.output_dir, profile_report.FILES, overwrite=settings.overwrite, what="a profile")
-    try:
-        machine = detection.detect()
-        print(f"CPU: {machine.cpu_model} ({machine.usable_cores} of {machine.logical_cores} logical cores usable)")
+    files, machine = profile_report.FILES, detection.detect()
+    with results_folder(settings.output_dir, files, overwrite=settings.overwrite, what="a profile") as folder:
+        print(f"CPU: {machine}")
         best = None
         if settings.peak:
             print("Measuring this machine's peak ...", flush=True)
             best = peak.measure(machine.physical_cores[: machine.usable_cores])
-        with runs_folder(settings.output_dir) as folder:
-            watched = WatchedRun(config, folder, settings, signals)
-            try:
-                watched.follow()
-            except KeyboardInterrupt:
-                print("Interrupted: nothing is written.")
-                return 128 + (signals.received or 2)
-            finally:
-                watched.end()
-            result = watched.profile(best)
-            verdict = judge(result, watched.run_config, machine)
-            profile_report.show(result, verdict, watched.run_config)
-            profile_report.write(settings.output_dir, result, verdict, watched.run_config)
-            watched.keep_files()
-    finally:
-        os.close(lock)
+        watched = WatchedRun(config, folder, settings, signals)
+        try:
+            watched.follow()
+        except KeyboardInterrupt:
+            print("Interrupted: nothing is written.")
+            return signals.status or 130
+        finally:
+            watched.end()
+        result = watched.profile(best)
+        verdict = judge(result, watched.run_config, machine)
+        profile_report.show(result, verdict, watched.run_config)
+        profile_report.write(settings.output_dir, result, verdict, watched.run_config)
+        watched.keep_files()
     return 0
 
 
@@ -87,7 +84,7 @@ def _measured(config: Config) -> Config:
     if config.hardware.device != "cpu":
         raise UserError(f"rlcb profile is about CPUs, and hardware.device = {config.hardware.device}; use cpu.")
     config = short_updates(resolve_envs(config, detection.detect()))
-    return config_files.build(config_files.to_dict(config), MEASURED, source="config")
+    return config_files.with_changes(config, MEASURED, source="config")
 
 
 class WatchedRun:
@@ -100,31 +97,31 @@ class WatchedRun:
         (self.notes / STAGE_FILE).touch()
         os.environ[FOLDER_VARIABLE] = str(self.notes.resolve())
         print(f"Training for {settings.seconds:g} s after the first update ...", flush=True)
-        self.process = TrainingProcess(config, os.sched_getaffinity(0), folder / "run")
+        self.run = TrainingProcess(config, os.sched_getaffinity(0), folder / "run")
         self.no_flame: str | None = None
 
     def follow(self) -> None:
         """KeyboardInterrupt when somebody asks to end."""
-        self._wait(lambda: len(self.process.lines) > 0, "make its first update")
-        first = len(self.process.lines) - 1
+        self._wait(lambda: len(self.run.lines) > 0, "make its first update")
+        first = len(self.run.lines) - 1
         self._next_stage()  # MEASURE
         before, began, spent = psutil.cpu_times(percpu=True), time.monotonic(), _cpu_of_all()
         self._wait(
-            lambda: time.monotonic() - began >= self.settings.seconds and len(self.process.lines) > first + 1,
+            lambda: time.monotonic() - began >= self.settings.seconds and len(self.run.lines) > first + 1,
             "make another update",
         )
         self.cores, seconds = _busy(before, psutil.cpu_times(percpu=True)), time.monotonic() - began
         self.cpu = {pid: (cpu - spent.get(pid, 0.0)) / seconds for pid, cpu in _cpu_of_all().items()}
-        self.process.windows.append((first, len(self.process.lines) - 1))  # without torch's profiler
+        self.run.windows.append((first, len(self.run.lines) - 1))  # without torch's profiler
         self._next_stage()  # MEASURED
         self._wait_for_all(".measured")
-        self.run_config = config_files.load(self.process.directory.config)
+        self.run_config = config_files.load(self.run.directory.config)
         learners = self.run_config.impala.num_learners if self._has_roles() else 0
         (self.notes / TRACED_FILE).write_text(f"0 {learners}" if learners else "0")
         self._next_stage()  # TRACE
         self._trace()
         if self.settings.flame:
-            self.no_flame = flame.record(self.process.process.pid, self.folder / profile_report.FLAME)
+            self.no_flame = flame.record(self.run.process.pid, self.folder / profile_report.FLAME)
         self._next_stage()  # DONE
         self._wait_for_all(".json")
 
@@ -133,11 +130,11 @@ class WatchedRun:
 
     def _trace(self) -> None:
         """For a whole update, if that is not too long."""
-        start, began = len(self.process.lines), time.monotonic()
+        start, began = len(self.run.lines), time.monotonic()
 
         def enough() -> bool:
             took = time.monotonic() - began
-            return took > MOST_TRACED_SECONDS or (len(self.process.lines) > start + 1 and took > 1)
+            return took > MOST_TRACED_SECONDS or (len(self.run.lines) > start + 1 and took > 1)
 
         self._wait(enough, "make an update while it was traced")
 
@@ -157,21 +154,20 @@ class WatchedRun:
         while not condition():
             if self.signals.received is not None:
                 raise KeyboardInterrupt
-            if self.process.process.poll() is not None:
-                raise self.process.failure()
+            if self.run.poll() is not None:
+                raise self.run.failure()
             if time.monotonic() - began > limit:
                 raise TrainingFailedError(f"The run did not {what} in {limit / 60:.0f} minutes.")
-            self.process.read()
+            self.run.read()
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def end(self) -> None:
         """In good order where it can be, for its summary."""
         os.environ.pop(FOLDER_VARIABLE, None)
-        process = self.process.process
-        if process.poll() is None and self.signals.received is None and list(self.notes.glob("*.json")):
-            process.terminate()
-            self.rate = self.process.rate()
-        self.process.kill()
+        if self.run.poll() is None and self.signals.received is None and list(self.notes.glob("*.json")):
+            self.run.send(signal.SIGTERM)
+            self.rate = self.run.rate()
+        self.run.kill()
 
     def profile(self, best: peak.Peak | None) -> Profile:
         process.prepare_process(1)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import datetime
-import io
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +11,11 @@ from typing import Any
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
-from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Signals
-from rl_cluster_benchmark.run.directory import lock_directory
 from rl_cluster_benchmark.tools.projection import inputs
 from rl_cluster_benchmark.tools.projection.inputs import Measured
 from rl_cluster_benchmark.tools.scaling import model
+from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
 
 FILES = ("projection.json", "projection.csv", "projection.png")
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
@@ -43,30 +37,22 @@ class ProjectionSettings:
 
 def project(config: Config, settings: ProjectionSettings, signals: Signals) -> int:
     """Measure, project, print, write; returns the exit status."""
-    lock = lock_directory(settings.output_dir)
-    try:
-        if not settings.overwrite and any((settings.output_dir / name).exists() for name in FILES):
-            raise UserError(
-                f"{settings.output_dir} already holds a projection; add --overwrite to replace it, or choose another "
-                "--output-dir."
-            )
+    output, overwrite = settings.output_dir, settings.overwrite
+    with results_folder(output, FILES, overwrite=overwrite, what="a projection") as folder:
         given = inputs.from_doctor(settings.network) if settings.network else None
         with contextlib.suppress(KeyboardInterrupt):
-            report = make_report(_measured(config, settings, signals), settings, given)
+            if settings.measured is not None:
+                measured = Measured.from_file(settings.measured)
+            else:
+                print(
+                    f"Training on this machine alone for {settings.seconds:g} s after the first update ...", flush=True
+                )
+                measured = inputs.measure_here(config, settings.seconds, folder, signals.has_come)
+            report = make_report(measured, settings, given)
             print("\n".join(lines(report)), flush=True)
-            write_files(settings.output_dir, report)
-            print(f"\nSaved {', '.join(str(settings.output_dir / name) for name in FILES)}", flush=True)
-    finally:
-        os.close(lock)
-    return 0 if signals.received is None else 128 + signals.received
-
-
-def _measured(config: Config, settings: ProjectionSettings, signals: Signals) -> Measured:
-    if settings.measured is not None:
-        return Measured.from_file(settings.measured)
-    print(f"Training on this machine alone for {settings.seconds:g} s after the first update ...", flush=True)
-    with tempfile.TemporaryDirectory(prefix=".projection-", dir=settings.output_dir) as folder:
-        return inputs.measure_here(config, settings.seconds, Path(folder), lambda: signals.received is not None)
+            write_files(output, report)
+            print(f"\nSaved {', '.join(str(output / name) for name in FILES)}", flush=True)
+    return signals.status
 
 
 def make_report(
@@ -90,7 +76,7 @@ def make_report(
         "nodes": list(settings.nodes),
         "rows": rows,
         "assumptions": list(model.ASSUMPTIONS),
-        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "finished_at": text.timestamp(),
     }
 
 
@@ -189,9 +175,5 @@ def write_files(folder: Path, report: dict[str, Any]) -> None:
     from rl_cluster_benchmark.tools.projection.projection_plot import draw
 
     write_json(folder / "projection.json", report)
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(report["rows"][0]))
-    writer.writeheader()
-    writer.writerows(report["rows"])
-    write_atomically(folder / "projection.csv", out.getvalue().encode())
-    write_atomically(folder / "projection.png", draw(report, facts(report)))
+    write_atomically(folder / "projection.csv", text.as_csv(report["rows"]).encode())
+    draw(report, facts(report), folder / "projection.png")

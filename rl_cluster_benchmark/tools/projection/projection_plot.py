@@ -3,12 +3,12 @@ takes for granted."""
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.tools.reports.plots import draw_counts_axis, open_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,18 +19,13 @@ COLOURS = {
 WIDTH = 62  # characters of the text beside the plot
 
 
-def draw(report: dict[str, Any], facts: Sequence[str]) -> bytes:
-    """The picture of a projection.json."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("Plots need matplotlib: pip install matplotlib.") from None
-
+def draw(report: dict[str, Any], facts: Sequence[str], file: Path) -> None:
+    """Draw the picture of a projection.json."""
     networks = list(report["networks"])
-    figure = Figure(figsize=(17, max(7.0, 3.6 * len(networks))), layout="constrained")
-    grid = figure.add_gridspec(len(networks), 3, width_ratios=(1, 1, 0.85))
-    for index, network in enumerate(networks):
-        speed, efficiency = figure.add_subplot(grid[index, 0]), figure.add_subplot(grid[index, 1])
+    size = (17, max(7.0, 3.6 * len(networks)))
+    figure, axes = open_figure(len(networks), 3, size, width_ratios=(1, 1, 0.85))
+    for network, (speed, efficiency, words) in zip(networks, axes, strict=True):
+        words.axis("off")
         _curves(speed, report, network, "steps_per_second")
         one = next(row for row in report["rows"] if row["nodes"] == min(report["nodes"]))
         ideal = [n * one["steps_per_second"] / one["nodes"] for n in report["nodes"]]
@@ -39,20 +34,13 @@ def draw(report: dict[str, Any], facts: Sequence[str]) -> bytes:
         _curves(efficiency, report, network, "efficiency", scale=100)
         efficiency.set(title=f"{network}: efficiency", ylabel="% of that many times one machine", ylim=(0, 104))
         for axis in (speed, efficiency):
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(report["nodes"], [str(n) for n in report["nodes"]])
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-            axis.legend(frameon=False, fontsize=8)
-            axis.set_xlabel("machines")
-    words = figure.add_subplot(grid[:, 2])
-    words.axis("off")
-    words.text(0, 1, _beside(report, facts), va="top", ha="left", fontsize=9, transform=words.transAxes)
+            draw_counts_axis(axis, report["nodes"], "machines")
+    words = axes[0, 2]
+    text = words.text(0, 1, _beside(report, facts), va="top", ha="left", fontsize=9, transform=words.transAxes)
+    text.set_in_layout(False)  # it is longer than this row of the grid
     run = report["measured"]["run"]
     figure.suptitle(f"Projected, not measured: {run['algorithm']} on {run['env']} on many machines like this one")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=100)
-    return picture.getvalue()
+    save_figure(figure, file)
 
 
 def _curves(axis: Axes, report: dict[str, Any], network: str, key: str, scale: float = 1) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.output_files import check_output, write_output
 from rl_cluster_benchmark.env import published
 from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.tools.analysis.curves import REWARD
+from rl_cluster_benchmark.tools.analysis.groups import published_until
 from rl_cluster_benchmark.tools.analysis.series import read_points
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 # (title, axis label, {metric: label})
 PANELS: list[tuple[str, str, dict[str, str]]] = [
-    ("Episode reward", "mean of 100 episodes", {"charts/episodic_return": "this run"}),
+    ("Episode reward", "mean of 100 episodes", {REWARD: "this run"}),
     ("Speed", "environment steps / s", {"charts/SPS": "FPS"}),
     ("Policy loss", "", {"losses/policy_loss": "policy"}),
     ("Value loss", "", {"losses/value_loss": "value"}),
@@ -62,12 +65,13 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
     env = _env_of(log_file)
     if env is not None:
         figure.suptitle(f"{env.name}, seed {env.seed}")
-        _draw_published(axes[0, 0], env, max(line["step"] for line in lines))
+        draw_published(axes[0, 0], env, max(line["step"] for line in lines))
+        axes[0, 0].legend(frameon=False)
     return save_figure(figure, output)
 
 
-def open_figure(rows: int, columns: int, figsize: tuple[float, float]) -> tuple[Any, Any]:
-    """(the figure, its axes [rows, columns])."""
+def open_figure(rows: int, columns: int, figsize: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """Return a figure and its axes [rows, columns]; `options` are for pyplot.subplots."""
     try:
         import matplotlib
 
@@ -75,7 +79,17 @@ def open_figure(rows: int, columns: int, figsize: tuple[float, float]) -> tuple[
         import matplotlib.pyplot as plt
     except ImportError:
         raise UserError("Plots need matplotlib: pip install matplotlib.") from None
-    return plt.subplots(rows, columns, figsize=figsize, constrained_layout=True, squeeze=False)
+    return plt.subplots(rows, columns, figsize=figsize, constrained_layout=True, squeeze=False, **options)
+
+
+def draw_counts_axis(axis: Axes, counts: Sequence[int], label: str) -> None:
+    """Make the horizontal axis one of numbers that double, of workers or machines, with a grid and a legend."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    axis.set_xlabel(label)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize="small")
 
 
 def picture_file(name: str | Path) -> Path:
@@ -100,19 +114,27 @@ def save_figure(figure: Any, output: Path) -> Path:
 
 def _draw(axis: Axes, lines: list[dict[str, float]], name: str, legend: str) -> None:
     """One curve. The first mean rewards are of short episodes only, as no other has ended: they are drawn faintly."""
-    first = 0
-    if name == "charts/episodic_return":
+    steps, values, first = [line["step"] for line in lines], [line[name] for line in lines], 0
+    if name == REWARD:
         first = next((i for i, line in enumerate(lines) if line.get("charts/episodes", 0) >= WINDOW), len(lines))
-        early = lines[: first + 1]
-        if len(early) > 1:
+        if first and len(lines) > 1:
             label = f"before {WINDOW} episodes ended: short ones only"
-            axis.plot(
-                [line["step"] for line in early], [line[name] for line in early], ":", color="silver", label=label
-            )
+            axis.plot(steps[: first + 1], values[: first + 1], ":", color="silver", label=label)
             axis.legend(frameon=False)
-    axis.plot(
-        [line["step"] for line in lines[first:]], [line[name] for line in lines[first:]], label=legend, linewidth=1.4
-    )
+    axis.plot(steps[first:], values[first:], label=legend, linewidth=1.4)
+
+
+def draw_published(axis: Axes, env: EnvConfig, last_step: float) -> None:
+    """Draw the published curve as far as it lies in the picture, or say where it begins."""
+    points = published_until(env, last_step)
+    if points:
+        steps, means, stds = zip(*points, strict=True)
+        axis.errorbar(
+            steps, means, [2 * std for std in stds], fmt="o--", color="gray", capsize=3, label="published PPO ± 2 sd"
+        )
+    elif whole := published.curve(env):
+        text = f"published PPO: {whole[0].mean:.2f} at {whole[0].step / 1e6:g} million steps"
+        axis.plot([], [], " ", label=text)
 
 
 def _env_of(log_file: Path) -> EnvConfig | None:
@@ -122,13 +144,3 @@ def _env_of(log_file: Path) -> EnvConfig | None:
             with contextlib.suppress(UserError):  # somebody else's config.yaml
                 return configs.load(candidate, configs.AS_IT_WAS).env
     return None
-
-
-def _draw_published(axis: Axes, env: EnvConfig, last_step: float) -> None:
-    points: list[Any] = [point for point in published.curve(env) if point.step <= 1.3 * last_step]
-    if points:
-        steps, means, stds = zip(*points, strict=True)
-        axis.errorbar(
-            steps, means, [2 * std for std in stds], fmt="o", color="gray", capsize=3, label="published PPO ± 2 sd"
-        )
-        axis.legend(frameon=False)

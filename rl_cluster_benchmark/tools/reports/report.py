@@ -114,11 +114,7 @@ def markdown(comparison: Comparison, title: str) -> str:
     lines += [f"**{escape(sentence)}**  " for sentence in headline(comparison)]
     notes = comparison.warnings()
     lines += ["", *(f"- {escape(note)}" for note in notes), *([""] if notes else [])]
-    lines += ["![curves](comparison.png)", "", "## Results", ""]
-    for task in comparison.tasks:
-        table = tables.task_table(comparison, task, text.markdown_table)
-        lines += [f"### {escape(str(task))}", "", *table, ""]
-    lines += tables.score_tables(comparison, text.markdown_table, "### {}")
+    lines += ["![curves](comparison.png)", "", "## Results", "", *tables.markdown_tables(comparison)]
     lines += ["## Where the time goes", "", *_phase_table(comparison), "", "## Every run, and how to repeat it", ""]
     for group in comparison.groups:
         for run in group.runs:

@@ -15,7 +15,7 @@ from rl_cluster_benchmark.tools.analysis import statistics
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import REWARD, Axis, curve
 from rl_cluster_benchmark.tools.analysis.evaluations import how_played
-from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric
+from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask
 from rl_cluster_benchmark.tools.analysis.statistics import ONE_SEED, Estimate
 from rl_cluster_benchmark.tools.analysis.verdicts import headline, interval
 from rl_cluster_benchmark.tools.reports import tables
@@ -126,8 +126,7 @@ def _line(group: Group, metric: str, axis: Axis) -> dict[str, Any]:
 
 
 def _published_line(comparison: Comparison, task: LearningTask) -> dict[str, Any]:
-    last = max(run.summary.total_timesteps for group in comparison.of_task(task) for run in group.runs)
-    points = [point for point in published.curve(task.env) if point.step <= 1.3 * last]
+    points = figures.published_until(task.env, comparison.longest_run(task))
     return {"x": [p.step for p in points], "y": [p.mean for p in points]}
 
 
@@ -235,12 +234,8 @@ def _profiles(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _evaluations(comparison: Comparison) -> list[dict[str, Any]]:
     blocks = []
-    kinds: tuple[tuple[str, Metric], ...] = (
-        ("training levels", figures.train_reward),
-        ("unseen levels", figures.test_reward),
-        ("all levels", figures.all_reward),
-        ("generalisation gap", figures.gap),
-    )
+    kinds = [(name, figures.EVALUATED[levels]) for levels, name in figures.LEVELS.items()]
+    kinds.append(("generalisation gap", figures.gap))
     for task in comparison.tasks:
         for name, metric in kinds:
             rows = whiskers([(g.variant, g.estimate(metric)) for g in comparison.of_task(task)], colors(comparison))

@@ -139,4 +139,4 @@ def _case(config: Config, workers: int, work: UpdateWork, machine: Machine) -> C
 
 
 def _build(config: Config, source: str, changes: dict[str, Any]) -> Config:
-    return config_files.build(config_files.to_dict(config), MEASURED | changes, source=source)
+    return config_files.with_changes(config, MEASURED | changes, source=source)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
 from rl_cluster_benchmark.tools.scaling.cases import Case
 from rl_cluster_benchmark.tools.scaling.measured_runs import Rate
@@ -114,11 +113,8 @@ comm.        share of the time spent on summing, besides waiting for others"""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[head for head, _, _ in COLUMNS]]
-    cells += [[format(row[key], spec) for _, key, spec in COLUMNS] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    cells = [[format(row[key], spec) for _, key, spec in COLUMNS] for row in rows]
+    return "\n".join(text.table([head for head, _, _ in COLUMNS], cells))
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
@@ -146,11 +142,7 @@ def write_files(folder: Path, report: dict[str, Any]) -> None:
     """All three, whole; a sweep that goes on replaces them."""
     from rl_cluster_benchmark.tools.scaling.scaling_plot import draw
 
-    rows = report["rows"]
     write_json(folder / "scaling.json", report)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [key for key in rows[0] if key != "rounds"], extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(folder / "scaling.csv", text.getvalue().encode())
-    write_atomically(folder / "scaling.png", draw(report))
+    flat = [{key: value for key, value in row.items() if key != "rounds"} for row in report["rows"]]
+    write_atomically(folder / "scaling.csv", text.as_csv(flat).encode())
+    draw(report, folder / "scaling.png")

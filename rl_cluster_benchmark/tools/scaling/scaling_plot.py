@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.tools.reports.plots import draw_counts_axis, open_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,17 +13,12 @@ if TYPE_CHECKING:
 TOGETHER, INDEPENDENT, IDEAL = "tab:blue", "tab:orange", "silver"
 
 
-def draw(report: dict[str, Any]) -> bytes:
-    """The picture of a scaling.json."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("Plots need matplotlib: pip install matplotlib.") from None
-
+def draw(report: dict[str, Any], file: Path) -> None:
+    """Draw the picture of a scaling.json."""
     rows = report["rows"]
     workers = [row["workers"] for row in rows]
-    figure = Figure(figsize=(17, 4.2), layout="constrained")
-    speed, speedup, efficiency, time = figure.subplots(1, 4)
+    figure, axes = open_figure(1, 4, (17, 4.2))
+    speed, speedup, efficiency, time = axes[0]
     ideal = {"color": IDEAL, "linestyle": "--", "label": "ideal"}
 
     speed.plot(workers, [w * rows[0]["independent_fps"] for w in workers], **ideal)
@@ -38,20 +33,12 @@ def draw(report: dict[str, Any]) -> bytes:
     efficiency.plot(workers, of_machine, "s:", color="tab:green", label="together / independent")
     efficiency.set(title="Efficiency", ylabel="%")
     for axis in (speed, speedup, efficiency):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(workers, [str(w) for w in workers])
-        axis.minorticks_off()
+        draw_counts_axis(axis, workers, "workers")
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
     _bars(time, rows)
-    for axis in (speed, speedup, efficiency, time):
-        axis.set_xlabel("workers")
     envs = f"{rows[0]['num_envs']} environments" + (" per worker" if report["scaling"] == "weak" else " in all")
     figure.suptitle(f"{report['algorithm']} on {report['env']}, {envs} ({report['cpu_model']})")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    return picture.getvalue()
+    save_figure(figure, file)
 
 
 def _curves(axis: Axes, rows: list[dict[str, Any]], together: str, independent: str, scale: float = 1) -> None:
@@ -69,5 +56,5 @@ def _bars(axis: Axes, rows: list[dict[str, Any]]) -> None:
         axis.bar(places, heights, bottom=bottom, label=phase)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axis.set_xticks(list(places), [str(row["workers"]) for row in rows])
-    axis.set(title="Time of the workers", ylabel="%", ylim=(0, 100))
+    axis.set(title="Time of the workers", xlabel="workers", ylabel="%", ylim=(0, 100))
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -94,17 +92,21 @@ def write_tables(study: Study) -> list[str]:
 
 def as_csv(space: SearchSpace, trials: Sequence[Trial]) -> str:
     """Return all trials, best first: state, score, score at each rung, mean return of each run, parameters."""
-    rungs, runs = [rung.at for rung in space.prune], list(space.runs())
-    output = io.StringIO()
-    writer = csv.writer(output, lineterminator="\n")
-    head = ["trial", "state", "score", *(f"score_at_{at}" for at in rungs), *(f"return_{name}" for name in runs)]
-    writer.writerow([*head, "seconds", "is_candidate", *space.space, "reason"])
-    for trial in ranked(trials):
-        values = [trial.score, *(trial.rungs.get(at) for at in rungs), *(trial.returns.get(name) for name in runs)]
-        settings = [_csv_value(trial.params[key]) if key in trial.params else "" for key in space.space]
-        seconds = f"{trial.seconds:.1f}"
-        writer.writerow([trial.number, trial.state, *values, seconds, trial.is_candidate, *settings, trial.reason])
-    return output.getvalue()
+    rows = [
+        {
+            "trial": trial.number,
+            "state": trial.state,
+            "score": trial.score,
+            **{f"score_at_{rung.at}": trial.rungs.get(rung.at) for rung in space.prune},
+            **{f"return_{name}": trial.returns.get(name) for name in space.runs()},
+            "seconds": f"{trial.seconds:.1f}",
+            "is_candidate": trial.is_candidate,
+            **{key: _csv_value(trial.params[key]) if key in trial.params else "" for key in space.space},
+            "reason": trial.reason,
+        }
+        for trial in ranked(trials)
+    ]
+    return text.as_csv(rows)
 
 
 def _csv_value(value: Any) -> Any:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.processes.child_process import ChildProcess, reason_of_failure, rlcb
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.tools.analysis.runs import is_running
-from rl_cluster_benchmark.tools.benchmark.cell_processes import Child, reason_in
 from rl_cluster_benchmark.tools.benchmark.removal import log_of, remove_cells, runs_locked
 from rl_cluster_benchmark.tools.search.score import Log, is_stopped
 from rl_cluster_benchmark.tools.search.study import SETTINGS, Study, TrialClaim
@@ -31,7 +31,7 @@ class TrialInHand:
         self.study, self.claim, self.trial, self.shares, self._say = study, claim, claim.trial, shares, say
         self.folder = study.folder(self.trial.number)
         self.runs = {name: self.folder / name for name in study.space.runs()}
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ChildProcess] = {}
         self._logs: dict[str, Log] = {}
         self._started = time.monotonic()
         self._next_reading = 0.0
@@ -96,8 +96,8 @@ class TrialInHand:
         write_atomically(settings, configs.to_yaml(config).encode())
         for (name, (game, seed)), cores in zip(self.study.space.runs().items(), self.shares, strict=True):
             place = self.runs[name]
-            call = ["train", "--config", str(settings), "--env", game, "--seed", str(seed), "--output-dir", str(place)]
-            self._children[name] = Child(call, log_of(place), cores)
+            call = rlcb("train", "--config", settings, "--env", game, "--seed", seed, "--output-dir", place)
+            self._children[name] = ChildProcess(call, output=log_of(place), cores=cores)
             here = config.model_copy(update={"output_dir": str(place)})
             self._logs[name] = Log(RunDirectory.of(here).metrics_log)
 
@@ -114,7 +114,8 @@ class TrialInHand:
         for name in failed:
             points = self._logs[name].points
             if not rungs or not points or points[-1].step < rungs[0].at:
-                self._decide("failed", f"{name}: {reason_in(log_of(self.runs[name]), self._children[name].status)}")
+                reason = reason_of_failure(log_of(self.runs[name]), self._children[name].status)
+                self._decide("failed", f"{name}: {reason}")
                 return
 
     def _judge(self) -> None:

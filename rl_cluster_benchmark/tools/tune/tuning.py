@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Interrupted, Signals
 from rl_cluster_benchmark.machine import detection, process
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
-from rl_cluster_benchmark.tools.scaling.sweep import claim, runs_folder
+from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
 from rl_cluster_benchmark.tools.tune import tuning_report
 from rl_cluster_benchmark.tools.tune.tuning_search import choose, of_best, search, sweep
 from rl_cluster_benchmark.tools.tune.tuning_space import KEYS, TuningSetting, TuningSpace, resolve_envs, value_of
@@ -44,28 +43,24 @@ def tune(config: Config, settings: TuningSettings, signals: Signals) -> int:
         space = make_space(config, settings, signals.check)
     except Interrupted:
         print("Interrupted before anything was measured: no file is written.", flush=True)
-        return 128 + (signals.received or 0)
+        return signals.status
     files = (tuning_report.YAML, tuning_report.JSON)
-    lock = claim(settings.output_dir, files, overwrite=settings.overwrite, what="a tuned config")
-    try:
+    with results_folder(settings.output_dir, files, overwrite=settings.overwrite, what="a tuned config") as folder:
         print("\n".join(_header(space, settings)), flush=True)
-        with runs_folder(settings.output_dir) as folder:
-            trials = Trials(
-                space, folder, seconds=settings.seconds, deadline=started + settings.budget - ENDING_SECONDS,
-                interrupted=lambda: signals.received is not None,
-            )  # fmt: skip
-            course = TuningRun(space, settings, trials, started)
-            with contextlib.suppress(KeyboardInterrupt):
-                course.search()
-                if settings.exhaustive:
-                    course.check()
-        if signals.received is not None and course.chosen is None:
+        trials = Trials(
+            space, folder, seconds=settings.seconds, deadline=started + settings.budget - ENDING_SECONDS,
+            interrupted=signals.has_come,
+        )  # fmt: skip
+        course = TuningRun(space, settings, trials, started)
+        with contextlib.suppress(KeyboardInterrupt):
+            course.search()
+            if settings.exhaustive:
+                course.check()
+        if signals.has_come() and course.chosen is None:
             print("Interrupted before anything was measured: no file is written.", flush=True)
         else:
             course.show()
-    finally:
-        os.close(lock)
-    return 0 if signals.received is None else 128 + signals.received
+    return signals.status
 
 
 def make_space(config: Config, settings: TuningSettings, look: Callable[[], None] = lambda: None) -> TuningSpace:
@@ -153,13 +148,13 @@ class TuningRun:
 
 
 def _header(space: TuningSpace, settings: TuningSettings) -> list[str]:
-    config, machine = space.config, detection.detect()
+    config = space.config
     steps = short_updates(config).training.n_steps
     shorter = f"; rollouts of {steps} steps instead of {config.training.n_steps}, the same minibatches"
     return [
         f"Tuning {ALGORITHM_NAMES[config.algorithm]} on {config.env.name}: {len(space.settings)} settings, "
         f"{settings.budget:g} s" + (", then all of them" if settings.exhaustive else ""),
-        f"CPU: {machine.cpu_model} ({machine.usable_cores} of {machine.logical_cores} logical cores usable)",
+        f"CPU: {detection.detect()}",
         f"Each trial: {settings.seconds:g} s (at least an update) after the first update"
         + (shorter if steps != config.training.n_steps else ""),
         f"As it is: {tuning_report.name(space.default)}",

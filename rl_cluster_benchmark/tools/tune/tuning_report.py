@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
-from rl_cluster_benchmark.core.text import NOTHING, table
+from rl_cluster_benchmark.core.text import NOTHING, table, timestamp
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.run.summary import code
@@ -153,7 +153,7 @@ def record(
         "cpu_model": machine.cpu_model,
         "usable_cores": machine.usable_cores,
         **code(),
-        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "finished_at": timestamp(),
         "settings_in_space": len(space.settings),
         "chosen": name(chosen.setting) if chosen else None,
         "as_it_is": name(space.default),

@@ -92,7 +92,7 @@ class TuningSpace:
 
     def tuned(self, setting: TuningSetting) -> Config:
         """The config that `rlcb train --config` gets."""
-        return config_files.build(config_files.to_dict(self.config), setting.changes, source="tuned config")
+        return config_files.with_changes(self.config, setting.changes, source="tuned config")
 
     def _all(self) -> list[TuningSetting]:
         points = itertools.product(*(range(len(options)) for options in self._options))
@@ -104,11 +104,11 @@ class TuningSpace:
         changes = {k: v for group, option in zip(self._options, point, strict=True) for k, v in group[option].items()}
         factor = changes.pop("micro-batch factor", None)
         try:
-            config = config_files.build(config_files.to_dict(self.config), changes, source="tuning")
+            config = config_files.with_changes(self.config, changes, source="tuning")
             plan = planning.compiled(config, planning.plan(config))
             if factor is not None:
                 changes["hardware.micro_batch"] = max(1, int(factor * plan.micro_batch))
-                config = config_files.build(config_files.to_dict(config), changes, source="tuning")
+                config = config_files.with_changes(config, changes, source="tuning")
                 plan = planning.compiled(config, planning.plan(config))
         except UserError:
             if not any(point):
@@ -236,4 +236,4 @@ def resolve_envs(config: Config, machine: Machine) -> Config:
         "parallel.num_envs_per_worker": None,
         "parallel.num_workers": workers,
     }
-    return config_files.build(config_files.to_dict(config), changes, source="config")
+    return config_files.with_changes(config, changes, source="config")

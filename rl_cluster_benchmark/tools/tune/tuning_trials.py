@@ -29,7 +29,7 @@ def short_updates(config: Config) -> Config:
     smallest = config.batch_size // math.gcd(config.batch_size, config.env.num_envs)
     times = max(1, math.ceil(SAMPLES_PER_UPDATE / (smallest * config.env.num_envs)))
     n_steps = min(config.training.n_steps, smallest * times)
-    return config_files.build(config_files.to_dict(config), {"training.n_steps": n_steps}, source="trial")
+    return config_files.with_changes(config, {"training.n_steps": n_steps}, source="trial")
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Trials:
         place = self.folder / str(self._count)
         cores = [os.sched_getaffinity(0)]  # the run pins its workers itself
         config = short_updates(self.space.tuned(setting))
-        config = config_files.build(config_files.to_dict(config), MEASURED, source="trial")
+        config = config_files.with_changes(config, MEASURED, source="trial")
 
         def ended() -> bool:
             return self.interrupted() or time.monotonic() > give_up
