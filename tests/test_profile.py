@@ -51,6 +51,8 @@ def profile(output, *args, seconds_per_step=None):
     assert found["bottleneck"] in found["verdict"][0]
     for process in found["processes"]:
         assert sum(process["shares"].values()) == pytest.approx(1.0, abs=0.02)
+    traced = [process["traced_seconds"] for process in found["processes"] if process["operators"]]
+    assert min(traced) > 0.9, "what was recorded while torch's profiler started does not count"
     return found, done.stdout
 
 

@@ -76,6 +76,7 @@ class Observer:
         self._profiler.start()
         self._trace_started = time.perf_counter()
         self._passes.recording = True
+        (self.folder / f"{self.rank}.tracing").touch()
 
     def _stop_profiler(self) -> None:
         self._passes.recording = False

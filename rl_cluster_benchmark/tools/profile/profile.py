@@ -117,8 +117,12 @@ class WatchedRun:
         self._wait_for_all(".measured")
         self.run_config = config_files.load(self.run.directory.config)
         learners = self.run_config.impala.num_learners if self._has_roles() else 0
-        (self.notes / TRACED_FILE).write_text(f"0 {learners}" if learners else "0")
+        traced = ["0", str(learners)] if learners else ["0"]  # a process of each role
+        (self.notes / TRACED_FILE).write_text(" ".join(traced))
         self._next_stage()  # TRACE
+        # Each takes seconds to start torch's profiler; what the others log meanwhile is not what is traced.
+        is_tracing = [self.notes / f"{rank}.tracing" for rank in traced]
+        self._wait(lambda: all(note.exists() for note in is_tracing), "start torch's profiler", SECONDS_TO_WRITE)
         self._trace()
         if self.settings.flame:
             self.no_flame = flame.record(self.run.process.pid, self.folder / profile_report.FLAME)

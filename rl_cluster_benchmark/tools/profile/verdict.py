@@ -157,7 +157,8 @@ def _roles(profile: Profile, config: Config, machine: Machine) -> Verdict:
         )
     if acting["waiting"] >= IDLE:
         share_cores = len(profile.processes) * profile.threads > machine.usable_cores
-        first = "more cores" if share_cores else "more learners and fewer actors (--set impala.num_learners=N, or auto)"
+        fewer = " and fewer actors" if len(actors) > config.num_machines else ""
+        first = "more cores" if share_cores else f"more learners{fewer} (--set impala.num_learners=N, or auto)"
         return Verdict(
             NETWORK,
             [
