@@ -37,7 +37,7 @@ OBJECTIVE = Objective(a2c_losses, LossInC())
 
 
 class A2C:
-    """One gradient step on all samples of each rollout."""
+    """A2C's learner: one gradient step on all samples of each rollout."""
 
     def __init__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,

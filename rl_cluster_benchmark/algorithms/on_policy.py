@@ -55,6 +55,7 @@ class OnPolicyLearner:
         self.gradients = MinibatchGradients(self.learner, self.hyper, micro_batch=micro_batch, sharing=sharing)
 
     def prepare(self, rollout: Rollout) -> Batch:
+        """Return the batch of a rollout with its advantages and returns; with shared work, that of all workers."""
         rewards = self.normalize_rewards(rollout) if self.hyper.normalize_reward else rollout.rewards
         advantages, returns = gae(
             rewards=rewards,
@@ -114,6 +115,7 @@ class OnPolicyLearner:
         return explained_variance(count, total, squares, error, error_squares)
 
     def own_rows(self, count: int) -> Tensor:
+        """Return which of a batch's `count` rows are this worker's own samples."""
         return torch.from_numpy(self.by_worker(np.arange(count))[self.rank])
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def ppo_losses(
 
 
 class PPO:
-    """Several epochs over shuffled minibatches of each rollout."""
+    """PPO's learner: several epochs over shuffled minibatches of each rollout."""
 
     def __init__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,

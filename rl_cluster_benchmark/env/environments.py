@@ -72,7 +72,7 @@ class EnvPoolEnv:
     def __init__(self, task: str, seeds: Sequence[int], num_threads: int, options: dict[str, object]) -> None:
         envpool = load_envpool()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # gymnasium's remarks about float32 boxes
+            warnings.simplefilter("ignore")  # gymnasium warns about float32 boxes
             try:
                 self._pool = envpool.make(
                     task,

@@ -63,6 +63,7 @@ class RewardScale:
 
 
 def scaled(rewards: Tensor, divisor: float) -> Tensor:
+    """Return the rewards divided by `divisor` and clipped to ±10."""
     return (rewards / divisor).clamp(-CLIP, CLIP)
 
 

@@ -21,9 +21,9 @@ COUNTS = (SKIPPED, REWARDS, OBSERVATIONS)  # reported beside an update's losses;
 
 
 def report(losses: dict[str, float], on_nan: OnNan) -> dict[str, float]:
-    """Return the losses of an optimiser step, and whether it was left out because they are not finite.
+    """Return the losses of an optimiser step with the count SKIPPED: 0, or 1 if they are not finite.
 
-    The losses of a step that was left out become NaN. With `on_nan` = stop, raise TrainingFailedError instead.
+    Such a step was left out, and its losses become NaN. With `on_nan` = stop, raise TrainingFailedError instead.
     """
     if is_finite(*losses.values()):
         return losses | {SKIPPED: 0.0}
@@ -65,7 +65,10 @@ def count(rollout: Rollout | None) -> list[float]:
 
 
 def left_out(counts: Sequence[float], on_nan: OnNan) -> dict[str, float]:
-    """Return the metrics of an update that is left out because of (bad rewards, bad observations); raise with stop."""
+    """Return the counts of an update that is left out because of bad experience: `counts` of rewards and observations.
+
+    With `on_nan` = stop, raise TrainingFailedError instead.
+    """
     rewards, observations = counts
     if on_nan == "stop":
         raise TrainingFailedError(

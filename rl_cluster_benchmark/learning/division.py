@@ -34,7 +34,7 @@ def divide(rows: Rows, fraction: float, max_pieces: int, smallest: int) -> Divis
 
 @cache
 def piece_bounds(count: int, workers: int, max_pieces: int, smallest: int) -> tuple[int, ...]:
-    """Return the bounds of pieces: half of the samples in one piece per worker, half of the rest likewise, and so on.
+    """Return the bounds of pieces: half of the samples split into one piece per worker, half of the rest so, too, etc.
 
     The scheme is called factoring (Hummel, 1992). Large pieces cost less; small ones at the end let all workers finish
     together, however fast each of them is.

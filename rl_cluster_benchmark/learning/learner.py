@@ -1,4 +1,4 @@
-"""A model's parameters and gradients as two flat vectors, and the optimiser that steps along the gradient.
+"""A model's parameters and gradients as two flat vectors, and the optimiser that updates the parameters.
 
 Clipping, the optimiser's step and the sum over workers each are one operation on a flat vector instead of forty.
 """
@@ -174,6 +174,7 @@ def places(model: ActorCritic) -> Iterator[slice]:
 
 
 def place_of(model: ActorCritic, parameter: Tensor) -> slice:
+    """Return the slice that this parameter takes in a flat vector."""
     return next(place for each, place in zip(model.parameters(), places(model), strict=True) if each is parameter)
 
 

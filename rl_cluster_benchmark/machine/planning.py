@@ -104,6 +104,7 @@ def compiled(config: Config, plan: Plan) -> Plan:
 
 
 def plan(config: Config) -> Plan:
+    """Return how a run with this config uses this machine."""
     machine = detection.detect()
     num_workers = _num_workers(config, machine)
     threads = config.hardware.num_threads or (machine.usable_cores if config.is_sequential else 1)

@@ -3,7 +3,7 @@
 There are two copies. A new version overwrites the older copy, so a process that reads the newer one is not disturbed
 unless two versions are published meanwhile; it then finds another stamp on its copy, and reads again.
 This relies on the order of stores (WRITING, weights, stamp, latest) and of loads (latest, stamp, weights, stamp). x86
-keeps both, except for streaming stores, which large copies use; glibc's memcpy ends these with a fence.
+keeps both, except for streaming stores, which large copies may use; glibc's memcpy ends these with a fence.
 """
 
 from __future__ import annotations

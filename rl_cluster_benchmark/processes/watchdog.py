@@ -35,7 +35,7 @@ PAGE = 4096
 
 
 class Pulse:
-    """A worker's number, and the file that its stack is written to. Passed to the worker, it is the same there."""
+    """A worker's count of its progress, and the file for its stack, both shared by the worker and its parent."""
 
     def __init__(self) -> None:
         self._memory_fd = os.memfd_create("rlcb-pulse", os.MFD_CLOEXEC)

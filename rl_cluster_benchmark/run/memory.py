@@ -8,7 +8,7 @@ import time
 import psutil
 
 SECONDS_BETWEEN_READINGS = 10.0  # at least
-SHARE_OF_TIME = 0.001  # of the time that readings may take after the first ones
+SHARE_OF_TIME = 0.001  # the part of the time that readings may take, after the first ones
 FIRST_READINGS = 3  # made without regard to that, so that one of them sees all processes at work
 
 
