@@ -20,13 +20,14 @@ from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 def a2c_losses(now: Pass, samples: Samples) -> tuple[Losses, Slopes]:
+    """Return the losses of each sample, [B] each, and their slopes."""
     log_ratio = now.log_probs - samples.log_probs
     error = now.values - samples.returns
     losses = Losses(
         policy=-now.log_probs * samples.advantages,
         value=0.5 * error.square(),
         entropy=now.entropy,
-        approx_kl=log_ratio.exp() - 1 - log_ratio,  # rounding alone: the policy has not moved yet
+        approx_kl=log_ratio.exp() - 1 - log_ratio,  # zero but for rounding: the policy has not moved yet
         clipped=torch.zeros_like(error),
     )
     return losses, Slopes(-samples.advantages, error)
@@ -36,6 +37,8 @@ OBJECTIVE = Objective(a2c_losses, LossInC())
 
 
 class A2C:
+    """A2C's learner: one gradient step on all samples of each rollout."""
+
     def __init__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
         sharing: Sharing | None = None,

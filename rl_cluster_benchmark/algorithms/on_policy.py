@@ -1,7 +1,7 @@
 """What PPO and A2C share: the targets of a rollout, and gradient steps on parts of it.
 
-Of several workers, each holds the rollout of its own environments. Sums over all of them go through `reduce`; nothing
-else here depends on how many there are.
+Each worker holds the rollout of its own environments. Sums over all workers go through `reduce`; nothing else here
+depends on how many there are.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 class OnPolicyLearner:
+    """Makes a rollout's targets and takes optimiser steps on minibatches of it, with other workers if there are any."""
+
     def __init__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
         sharing: Sharing | None = None,
@@ -38,7 +40,7 @@ class OnPolicyLearner:
         self.config, self.hyper, self.model = config, config.training, model
         self.reduce, self.sharing = reduce, sharing
         self.rank = sharing.rank if sharing else 0
-        self.env_ids = np.asarray(sharing.env_ids if sharing else env_ids)  # of the batch's columns
+        self.env_ids = np.asarray(sharing.env_ids if sharing else env_ids)  # the environment of each column of a batch
         self.owners = np.asarray(sharing.owners if sharing else [0] * len(env_ids))
         self.device = torch.device(config.hardware.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
@@ -46,13 +48,14 @@ class OnPolicyLearner:
             model,
             optimizer=optimizer_of(self.hyper),
             max_grad_norm=self.hyper.max_grad_norm,
-            num_stats=len(STATS) + 1,  # the last one counts workers that were interrupted
+            num_stats=len(STATS) + 1,  # the last one is the number of workers that were interrupted
             reduce=reduce,
             sharing=sharing,
         )
         self.gradients = MinibatchGradients(self.learner, self.hyper, micro_batch=micro_batch, sharing=sharing)
 
     def prepare(self, rollout: Rollout) -> Batch:
+        """Return the batch of a rollout with its advantages and returns; with shared work, that of all workers."""
         rewards = self.normalize_rewards(rollout) if self.hyper.normalize_reward else rollout.rewards
         advantages, returns = gae(
             rewards=rewards,
@@ -69,12 +72,12 @@ class OnPolicyLearner:
         return Batch(rollout.observations.flatten(0, 1), *(tensor.flatten().to(self.device) for tensor in tensors))
 
     def by_worker(self, rows: NDArray[np.int64]) -> Rows:
-        """Rows of the batch, dealt to the workers that own them."""
+        """Split row numbers of the batch by the worker that owns their environment."""
         owners = self.owners[rows % len(self.owners)]
         return [rows[owners == worker] for worker in range(int(self.owners.max()) + 1)]
 
     def moments(self, batch: Batch, minibatches: Sequence[Rows]) -> list[Moments]:
-        """Of every minibatch of the update, in one reduction."""
+        """Return the moments of the advantages of all minibatches of an update, with a single sum over the workers."""
         sums = []
         for rows in (torch.from_numpy(minibatch[self.rank]) for minibatch in minibatches):
             weight, advantages = batch.valid[rows].double(), batch.advantages[rows].double()
@@ -94,7 +97,7 @@ class OnPolicyLearner:
         learning_rate: float,
         interrupted: bool,
     ) -> tuple[dict[str, float], bool]:
-        """Make one optimiser step on a minibatch; return the mean losses, and whether any worker was interrupted."""
+        """Take one optimiser step on a minibatch; return the mean losses, and whether any worker was interrupted."""
         *means, stops = self.gradients.sum(batch, rows, moments, objective, float(interrupted))
         grad_norm = self.learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
@@ -103,7 +106,7 @@ class OnPolicyLearner:
         return learning_rate(self.hyper, progress)
 
     def explained_variance(self, batch: Batch) -> float:
-        """1 - Var(returns - values) / Var(returns) over all workers; 0 when the returns do not vary."""
+        """Return 1 - Var(returns - values) / Var(returns) over all workers; 0 when the returns do not vary."""
         own = self.own_rows(len(batch.valid))
         weight, returns = batch.valid[own].double(), batch.returns[own].double()
         errors = returns - batch.values[own]
@@ -112,6 +115,7 @@ class OnPolicyLearner:
         return explained_variance(count, total, squares, error, error_squares)
 
     def own_rows(self, count: int) -> Tensor:
+        """Return which of a batch's `count` rows are this worker's own samples."""
         return torch.from_numpy(self.by_worker(np.arange(count))[self.rank])
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,18 +127,21 @@ class OnPolicyLearner:
 
 
 def learning_rate(hyper: TrainingConfig, progress: float) -> float:
-    """In use when `progress` (0 to 1) of the run is done."""
+    """Return the learning rate for when `progress` (0 to 1) of the run is done."""
     return hyper.learning_rate * (1 - progress if hyper.anneal_lr else 1.0)
 
 
 def nothing_learned(hyper: TrainingConfig, progress: float) -> dict[str, float]:
-    """What an update of any algorithm returns, for one that was not made."""
+    """Return the metrics of an update that was not made, with the names that every algorithm's update returns."""
     nothing = dict.fromkeys((*STATS, "grad_norm", "explained_variance"), math.nan)
     return nothing | {"learning_rate": learning_rate(hyper, progress), SKIPPED: 0.0}
 
 
 def explained_variance(count: float, total: float, squares: float, error: float, error_squares: float) -> float:
-    """From sums over value targets and over the errors of the values that predict them."""
+    """Return the explained variance from sums over value targets and over the errors of the predicted values.
+
+    `count` is the number of samples; `total` and `squares` are sums over targets, the other two over errors.
+    """
     if count == 0:
         return 0.0
     variance = squares / count - (total / count) ** 2

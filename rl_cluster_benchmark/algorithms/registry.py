@@ -19,7 +19,7 @@ from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 class LearningAlgorithm(Protocol):
-    """An algorithm at work on a model: what executions call."""
+    """An algorithm with its model and optimiser: the interface that executions call."""
 
     learner: Learner  # the parameters and their optimiser
     normalize_rewards: RewardNormalizer
@@ -29,8 +29,8 @@ class LearningAlgorithm(Protocol):
     ) -> dict[str, float]:
         """Learn from a rollout; return the mean losses.
 
-        It is update number `index` of the run, of which `progress` (0 to 1) is done. Interrupted, it ends after the
-        step in hand.
+        It is update number `index` of the run, of which `progress` (0 to 1) is done. When `interrupted` returns true,
+        the update ends after the current optimiser step.
         """
         ...
 
@@ -40,7 +40,7 @@ class LearningAlgorithm(Protocol):
 
 
 class StartsLearning(Protocol):
-    """Builds an algorithm for a model, for the environments that this process has."""
+    """Builds an algorithm for a model and for the environments of this process."""
 
     def __call__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
@@ -50,7 +50,7 @@ class StartsLearning(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm: what the program has to know of it, and what learns."""
+    """An algorithm: its properties, and the class that learns."""
 
     traits: Traits
     learning: StartsLearning

@@ -483,7 +483,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """Everything about a run. `config.yaml` in its directory holds all of it, defaults filled in."""
+    """All settings of a run. Its config.yaml holds those that its algorithm uses, defaults filled in."""
 
     algorithm: Algorithm = Field("ppo", description="What learns: ppo, a2c, a3c or impala.")
     mode: Mode = Field("sequential", description="sequential: one process; parallel: all cores; distributed: machines.")
@@ -539,7 +539,7 @@ class Config(Section):
         Each learner takes equally many.
         """
         learners = self.impala.num_learners if not self.is_sequential and self.impala.num_learners != "auto" else 1
-        learners *= self.num_machines  # as if all were alike
+        learners *= self.num_machines  # as if all machines had equally many
         return self.unrolls_per_learner(learners) * learners
 
     def unrolls_per_learner(self, learners: int) -> int:

@@ -15,6 +15,7 @@ from rl_cluster_benchmark.core.errors import UserError
 
 
 def put_in_order() -> None:
+    """Repair this process's streams, signals, umask and limit of open files; called before anything else."""
     _open_closed_streams()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a blocked signal would never arrive
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while it is ignored, no child's exit status can be read

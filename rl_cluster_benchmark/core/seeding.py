@@ -12,6 +12,7 @@ import numpy as np
 
 
 def stream(seed: int, purpose: str, *index: int) -> np.random.Generator:
+    """Return a new generator at the beginning of the stream with this name."""
     return np.random.Generator(np.random.SFC64(_sequence(seed, purpose, index)))
 
 

@@ -25,6 +25,7 @@ def on_beat(tell: Callable[[bool], None] | None) -> None:
 
 
 def beat(is_waiting: bool = False) -> None:
+    """Tell the watchdog, if there is one, that this process makes progress."""
     _told(is_waiting)
 
 

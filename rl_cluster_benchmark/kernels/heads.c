@@ -66,7 +66,7 @@ INLINE void add_scaled(long count, float scale, const float *from, float *to) {
     for (long i = 0; i < count; i++) to[i] += scale * from[i];
 }
 
-/* NaN stays NaN in both. */
+/* These two return NaN where an argument is NaN. */
 INLINE float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 INLINE float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }

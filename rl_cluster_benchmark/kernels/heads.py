@@ -73,6 +73,7 @@ class Acting:
 
 
 def suit(policy: nn.Linear, device: torch.device) -> bool:
+    """Return whether the heads of a model can be computed in C."""
     return device.type == "cpu" and policy.out_features <= MAX_ACTIONS and available()
 
 

@@ -86,11 +86,11 @@ class MinibatchInC:
         self, trunk: NativeTrunk, observations: Tensor, of_heads: heads.Heads, objective: heads.ObjectiveInC,
         targets: Sequence[Tensor], *, most: int, rows: HiddenRows | None,
     ) -> None:  # fmt: skip
-        """Prepare the minibatch of a whole batch of samples.
+        """Prepare a minibatch whose samples are rows of this batch.
 
         `targets` are the actions, log-probabilities, values, advantages, returns and weights of all samples of the
-        batch. A pass takes at most `most` samples. It writes a row for each of them to `rows`, or, where that is None,
-        adds to the gradient of the hidden layer's weights.
+        batch. A pass takes at most `most` samples. It writes a row for each of them to the hidden layer's `rows`, or,
+        where that is None, adds to the gradient of the hidden layer's weights.
         """
         assert observations.is_contiguous()
         places = (*heads.pointers(rows), rows.inputs.shape[1], rows.slopes.shape[1]) if rows else (None, None, 0, 0)

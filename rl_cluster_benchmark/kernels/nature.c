@@ -177,7 +177,8 @@ INLINE void transpose_pixels(const bf16 *from, const int channels, int pixels, b
 
 /* ---- Convolutions 2 and 3 ------------------------------------------------------------------------------------------ */
 
-/* side x side pixels, in an image of `width`; a pixel's patch is `kernel` runs of kernel * channels elements. */
+/* A convolution: to side x side pixels, from an image of `width`; the patch that a pixel sees is `kernel` runs of
+ * kernel * channels elements. */
 typedef struct {
     int width, channels, kernel, stride, side;
 } Window;
@@ -188,7 +189,7 @@ INLINE const bf16 *run_of(const Window w, const bf16 *image, int y, int x, int d
     return image + ((long)(w.stride * y + dy) * w.width + w.stride * x) * w.channels;
 }
 
-/* The patches of one image, pixel by pixel. */
+/* Copy the patches of one image, pixel by pixel. */
 INLINE void gather(const Window w, const bf16 *image, bf16 *out) {
     for (int y = 0; y < w.side; y++)
         for (int x = 0; x < w.side; x++)
@@ -199,7 +200,7 @@ INLINE void gather(const Window w, const bf16 *image, bf16 *out) {
             }
 }
 
-/* The patches of `count` images by pairs of neighbouring pixels, [patch / 16][step][16][2], zeros in the last of
+/* Copy the patches of `count` images in pairs of neighbouring pixels, [patch / 16][step][16][2], followed by zeros up to
  * `pairs`. */
 INLINE void pair_patches(const Window w, const bf16 *images, long size, int count, int pairs, long step, bf16 *out) {
     const int blocks = w.kernel * w.channels / LANES, used = count * w.side * w.side / 2;
@@ -233,7 +234,7 @@ INLINE void weight_gradient(Nature *net, const Window w, const bf16 *images, lon
                      pixels / 2, gradient.weights + (long)o * patch + i, patch);
 }
 
-/* [count][side][side][64] into images 8 pixels wide and `size` large, from pixel `start` on; the rest of them stays
+/* Copy [count][side][side][64] into images of `size` pixels, 8 in a row, from pixel `start` on; their other pixels stay
  * zero. */
 INLINE void frame(const bf16 *from, int count, const int side, const int start, const int size, bf16 *out) {
     for (int s = 0; s < count; s++)
@@ -257,9 +258,9 @@ static void scale_pixels(const uint8_t *observation, bf16 *out) {
 #define PART_A (ROWS_A * 8 * PACKED_PAIR)
 #define PART_B (ROWS_B * 8 * PACKED_PAIR)
 
-/* The runs of 24 elements in pairs of neighbouring pixels. In part A, [line % 4][line / 4][8 pairs], are their first
- * 16 elements: those of all pixels for one dy follow each other, from line dy on. In part B, made the same way, are
- * the last 8 elements of a line and of the one four below, which belong to dy and dy + 4. */
+/* Copy the runs of 24 elements in pairs of neighbouring pixels. Part A, [line % 4][line / 4][8 pairs], holds their first
+ * 16 elements: those of all pixels for one dy follow each other, from line dy on. Part B, made the same way, holds the
+ * last 8 elements of a line and of the one four below, which belong to dy and dy + 4. */
 static void pair_pixels(const bf16 *pixels, bf16 *out) {
     uint16_t order_a[32], order_b[32]; /* a pixel's right neighbour is 12 elements away */
     for (int i = 0; i < 32; i++) order_a[i] = i / 2 + i % 2 * 12, order_b[i] = i / 2 % 8 + i % 2 * 12 + i / 16 * 32;
@@ -276,7 +277,8 @@ static void pair_pixels(const bf16 *pixels, bf16 *out) {
     }
 }
 
-/* Where the columns of first_gradient belong: the first 16 elements of a run, and the other 8. */
+/* Return the column of first_gradient at which the gradient of row dy of the kernel begins: that of the first 16
+ * elements of its run (a), and of the other 8 (b). */
 INLINE int column_a(int dy) { return (dy % 4 * 2 + dy / 4) * LANES; }
 
 INLINE int column_b(int dy) { return 8 * LANES + dy % 4 * LANES + dy / 4 * 8; }
@@ -346,13 +348,14 @@ static void pack_first(const float *weights, bf16 *out) {
         }
 }
 
-/* For the gradient of the input: the weights of one place in the kernel, 16 input channels and all 64 output channels. */
+/* Pack, for the gradient of the input, the weights of one place in the kernel, 16 input and all 64 output channels. */
 static void pack_place(const float *weights, long patch, bf16 *out) {
     for (int o = 0; o < 64; o += 2, weights += 2 * patch, out += PACKED_PAIR)
         _mm512_storeu_si512(out, interleave(to_bf16(_mm512_loadu_ps(weights)), to_bf16(_mm512_loadu_ps(weights + patch))));
 }
 
-/* weights[i], biases[i]: of the convolutions, [out][kernel][kernel][in], then of the hidden layer, [hidden][features]. */
+/* Pack weights[i] and biases[i]: those of the convolutions, [out][kernel][kernel][in], then those of the hidden layer,
+ * [hidden][features]. */
 void nature_pack(Nature *net, const float *const *weights, const float *const *biases) {
     const int channels[3] = {OUT1, OUT2, OUT3};
     for (int i = 0; i < 3; i++) memcpy(net->bias[i], biases[i], sizeof(float) * channels[i]);
@@ -424,7 +427,7 @@ static int save_room(Nature *net, long samples) {
     return net->first && net->second;
 }
 
-/* Without saving, every group uses the same place. */
+/* Run samples through the convolutions; without `save`, all groups use the same place in memory. */
 static void run_samples(Nature *net, Images images, int start, int count, int save, bf16 *features) {
     for (int s = 0; s < count; s += GROUP) {
         const long place = save ? s : 0;

@@ -1,6 +1,7 @@
 /* Included by pooling.c once for each element type. */
 
-/* One window: rows dy0 to dy1 and columns dx0 to dx1 of it lie inside the image. `corner` is the pixel of place 0. */
+/* Pool one window, of which rows dy0 to dy1 and columns dx0 to dx1 lie inside the image; `corner` is the pixel of place
+ * 0, which may lie outside. */
 INLINE void NAME(window)(const TYPE *corner, TYPE *out, uint8_t *winners, long row, int channels, int dy0, int dy1,
                          int dx0, int dx1) {
     for (int c = 0; c < channels; c += LANES) {
@@ -57,8 +58,8 @@ void NAME(pool_forward)(const TYPE *images, TYPE *out, uint8_t *winners, int bat
 
 INLINE floats NAME(won)(floats grad, ints winners, int place) { return (floats)((ints)grad & (winners == place)); }
 
-/* Writes pixels (2 oy, 2 ox) to (2 oy + 1, 2 ox + 1) of 16 channels at a time, from windows (oy, ox) to (oy + 1, ox +
- * 1). */
+/* Write the gradients of pixels (2 oy, 2 ox) to (2 oy + 1, 2 ox + 1), 16 channels at a time, from those of windows
+ * (oy, ox) to (oy + 1, ox + 1). */
 void NAME(pool_backward)(const TYPE *grad_out, const uint8_t *winners, TYPE *grad_in, int batch, int height, int width,
                          int channels, int threads) {
     const int out_height = (height + 1) / 2, out_width = (width + 1) / 2;

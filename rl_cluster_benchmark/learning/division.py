@@ -1,4 +1,4 @@
-"""How the samples of a minibatch are divided over the workers that share work."""
+"""The division of a minibatch's samples over the workers that share work."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = list[NDArray[np.int64]]
-"""The rows of a minibatch in the batch, for each worker that can see the batch: those of its own environments."""
+"""A minibatch as row numbers in the batch: for each worker that shares the batch, the rows of its own environments."""
 
 
 class Division(NamedTuple):
-    """A minibatch, divided into what each worker keeps and pieces for whoever is free."""
+    """A minibatch, divided into rows that each worker keeps and pieces for whichever worker is free."""
 
-    kept: list[int]  # how many of each worker's rows it keeps, the first ones
+    kept: list[int]  # for each worker, how many of its rows it keeps: the first ones
     shared: NDArray[np.int64]  # all other rows
-    bounds: tuple[int, ...]  # where the pieces of these begin, and where the last one ends
+    bounds: tuple[int, ...]  # where the pieces of `shared` begin, and where the last one ends
 
     @property
     def num_pieces(self) -> int:
@@ -25,7 +25,7 @@ class Division(NamedTuple):
 
 
 def divide(rows: Rows, fraction: float, max_pieces: int, smallest: int) -> Division:
-    """Return what each worker keeps, and the rest in pieces of at least `smallest` samples."""
+    """Divide a minibatch: share this fraction of each worker's rows in pieces of at least `smallest` samples."""
     kept = [len(own) - int(fraction * len(own)) for own in rows]
     rest = np.concatenate([own[count:] for own, count in zip(rows, kept, strict=True)])
     bounds = piece_bounds(len(rest), len(rows), max_pieces, smallest)
@@ -34,9 +34,10 @@ def divide(rows: Rows, fraction: float, max_pieces: int, smallest: int) -> Divis
 
 @cache
 def piece_bounds(count: int, workers: int, max_pieces: int, smallest: int) -> tuple[int, ...]:
-    """Put half of the samples into a piece for each worker, half of the rest, and so on ("factoring", Hummel, 1992).
+    """Return the bounds of pieces: half of the samples split into one piece per worker, half of the rest so, too, etc.
 
-    Large pieces cost less; small ones at the end let all workers finish together, however fast each of them is.
+    The scheme is called factoring (Hummel, 1992). Large pieces cost less; small ones at the end let all workers finish
+    together, however fast each of them is.
     """
     if count < smallest * workers or max_pieces < workers:
         return (0,)

@@ -1,7 +1,7 @@
 """The gradient of a minibatch of PPO or A2C: a worker's own samples, then pieces that it shares with other workers.
 
-There is one way in C, for losses that C code knows and networks that are compiled, and one in torch for all others. A
-pass takes as many samples as fit into the cache; masked samples weigh nothing.
+Losses that the C code knows are computed in C if the network is, all others in torch. A pass takes as many samples as
+fit into the cache; masked samples weigh nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rl_cluster_benchmark.learning.network_pass import Pass
 from rl_cluster_benchmark.learning.objective import LossInC, Objective, Samples
 from rl_cluster_benchmark.learning.reduction import Sharing
 
-EPSILON = 1e-8  # is added to the advantages' deviation
+EPSILON = 1e-8  # added to the advantages' standard deviation
 SMALLEST_PIECE_IN_C, SMALLEST_PIECE_IN_TORCH = 2, 4  # samples; a smaller piece takes hardly less time
 
 
 class Moments(NamedTuple):
-    """The number of samples of a minibatch over all workers, and the mean and deviation of their advantages."""
+    """The number of samples of a minibatch over all workers, and mean and standard deviation of their advantages."""
 
     num_samples: float
     advantage_mean: float
@@ -77,24 +77,27 @@ class MinibatchGradients:
 
 
 class MinibatchPasses(Protocol):
-    """The passes that make a minibatch's gradient."""
+    """Computes the gradient of a minibatch pass by pass, in C or in torch."""
 
     SMALLEST_PIECE: int
 
     def write(self, rows: NDArray[np.int64], place: int) -> None:
         """Write the gradient of these rows of the batch, and their statistics, over whatever was there before.
 
-        `place` is that of the first of them among the samples of the minibatch.
+        `place` is the number of the first of them within the minibatch.
         """
         ...
 
     def take(self, sharing: Sharing, rows: NDArray[np.int64], bounds: Sequence[int], place: int) -> None:
-        """Write the gradients of the pieces of these rows that this worker gets, each to a vector of its own."""
+        """Take pieces of the shared rows until none is left, and write each piece's gradient to its own vector.
+
+        Piece i is `rows[bounds[i]:bounds[i + 1]]`; `place` is the number of the first row within the minibatch.
+        """
         ...
 
 
 class TorchPasses:
-    """The losses in torch, behind a network in torch or in C."""
+    """Computes a minibatch's gradient with losses in torch, on a network in torch or in C."""
 
     SMALLEST_PIECE = SMALLEST_PIECE_IN_TORCH
 
@@ -139,7 +142,7 @@ class TorchPasses:
 
 
 class PassesInC:
-    """Everything in C, from the observations to the losses and back."""
+    """Computes a minibatch's gradient in C, from the observations to the losses and back."""
 
     SMALLEST_PIECE = SMALLEST_PIECE_IN_C
 

@@ -1,4 +1,4 @@
-"""What a loss is to the code that computes its gradient: in torch for any loss, in C for those that C code knows."""
+"""The interface between a loss and the code that computes its gradient: in torch for any loss, in C for some."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")  # the
 
 
 class Losses(NamedTuple):
-    """What a loss says of each sample, [B] each, in the order of STATS."""
+    """The losses and statistics of each sample, [B] each, in the order of STATS."""
 
     policy: Tensor
     value: Tensor
@@ -24,7 +24,7 @@ class Losses(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What a loss needs to know of some samples of a minibatch besides the network's output, [B] each."""
+    """What a loss needs of the samples of a pass besides the network's output, [B] each."""
 
     log_probs: Tensor
     values: Tensor
@@ -34,7 +34,7 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class LossInC:
-    """The same loss as heads.c computes it: the policy gradient, clipped as in PPO or plain."""
+    """The settings with which heads.c computes a loss: the policy gradient, clipped as in PPO or plain."""
 
     clip_range: float | None = None  # None for the plain policy gradient
     clip_value_loss: bool = False
@@ -42,7 +42,7 @@ class LossInC:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a sample costs. An objective without `in_c` is computed in torch, whatever is compiled."""
+    """A loss as a function in torch and, if heads.c can compute it, as settings for that."""
 
     losses: Callable[[Pass, Samples], tuple[Losses, Slopes]]
     in_c: LossInC | None = None

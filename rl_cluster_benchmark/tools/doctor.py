@@ -111,7 +111,7 @@ def _kernels() -> Finding:
     if heads.available() and pooling.available():
         native = all(native_network.available(architecture) for architecture in native_network.SOURCES)
         rest = "and the native networks" if native else "(no native network: it needs AVX512-BF16 or AMX)"
-        return Finding("C kernels", OK, f"max-pooling {rest}: compiled, and equal to torch")
+        return Finding("C kernels", OK, f"heads compiled; max-pooling {rest}: compiled, and checked against torch")
     return Finding("C kernels", WARNING, "not used: training is slower", "install a C compiler (apt-get install gcc)")
 
 

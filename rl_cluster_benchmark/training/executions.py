@@ -1,4 +1,4 @@
-"""Which execution a run on several machines has: `train` on the head, `follow` on every other machine."""
+"""The choice of the execution of a run on several machines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rl_cluster_benchmark.run.run import Run
 
 
 class Execution(Protocol):
+    """Runs the training on several machines: `train` on the head, `follow` on every other machine."""
+
     def train(self, run: Run, cluster: Cluster) -> None: ...
 
     def follow(
@@ -23,7 +25,7 @@ class Execution(Protocol):
 
 
 def of(config: Config) -> Execution:
-    """Return who collects and who learns in a run on several machines."""
+    """Return the execution for the config's algorithm on several machines."""
     if config.traits.has_actors:
         return actor_learner_cluster
     return hogwild_cluster if config.traits.is_lock_free else distributed

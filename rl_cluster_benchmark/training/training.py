@@ -1,4 +1,4 @@
-"""`rlcb train`: from a config to a finished run."""
+"""`rlcb train`: the course of a training run, from a config to the summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.training import executions, node
 
 BYTES_PER_OBSERVATION = {"image": 64 * 64 * 3, "vector": 200}
-BYTES_PER_PARAMETER = 16  # itself, its gradient and two moments
+BYTES_PER_PARAMETER = 16  # four bytes each for the parameter, its gradient and two moments
 
 
 def train(
@@ -38,9 +38,9 @@ def train(
     overwrite: bool = False,
     node_rank: int | None = None,
 ) -> int:
-    """Train as the config says; returns the exit status.
+    """Train as the config says; return the exit status.
 
-    `resume` goes on with the run in the directory and insists on one; `resume_if_present` starts one if there is none.
+    `resume` goes on with the run in the directory, which must exist; `resume_if_present` starts one if there is none.
     """
     process.check_device(config.hardware.device)
     if not config.is_sequential:
@@ -55,7 +55,7 @@ def train(
             config = split.fill_in(config, signals.check)
         return node.train(config, signals, node_rank, train_here) if config.is_distributed else train_here()
     except Interrupted:
-        known = "" if config.is_distributed else ": no file of a run was written or removed"  # elsewhere: who knows
+        known = "" if config.is_distributed else ": no file of a run was written or removed"  # else others may have
         print(f"Stopped before training began{known}.", flush=True)
         return 128 + (signals.received or 0)
 
@@ -69,10 +69,10 @@ def _train(
     overwrite: bool,
     cluster: Cluster | None,
 ) -> int:
-    """In one process, on one machine, or on the head of a cluster."""
+    """Train in one process, on one machine, or on the head of a cluster: everything between claim and summary."""
     directory = RunDirectory.of(config)
     job = cluster.place.job if cluster is not None and cluster.place.is_restart else ""
-    may_resume = resume or resume_if_present or directory.was_begun_by(job)  # the same command has been started again
+    may_resume = resume or resume_if_present or directory.was_begun_by(job)  # a job may have restarted its command
     if may_resume:
         config = resumption.check(config, directory, must_exist=resume) or config
         if not directory.holds_a_run() and directory.has_something_to_replace():
@@ -84,7 +84,7 @@ def _train(
     if config.traits.has_actors and config.is_parallel:
         config = split.fill_in(config, signals.check)
     config, plan = planning.resolve(config)
-    may_be_ending = cluster is not None and bool(may_resume or job)  # the head of the attempt before this one
+    may_be_ending = cluster is not None and bool(may_resume or job)  # whether an earlier attempt may still hold locks
     patience = config.cluster.timeout if may_be_ending else 0.0
     claim = directory.claim(may_hold_a_run=may_resume or overwrite, patience=patience, job=job)
     try:
@@ -100,7 +100,7 @@ def _train(
             config, plan = node.config_of_this_node(node.on_this_cluster(config, cluster, resumed_from), cluster)
         plan = planning.compiled(config, plan)
         _check_memory(config, plan)
-        if not resume:  # an older one goes on as it was
+        if not resume:  # runs of older versions may have such a setting, and go on
             _check_replay(config)
         run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
         if run.has_finished():
@@ -142,7 +142,7 @@ def _train(
 
 
 def _execution(config: Config) -> Callable[[Run], None]:
-    """Return who collects and who learns in a run on one machine."""
+    """Return the function that trains a run on one machine in the config's mode."""
     if config.is_sequential:
         return sequential.train
     if config.traits.has_actors:
@@ -151,7 +151,7 @@ def _execution(config: Config) -> Callable[[Run], None]:
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:
-    """Refuse a network or a rollout that does not fit: a clear word now instead of an allocation that fails later."""
+    """Raise a UserError for a network or a rollout that does not fit into memory, instead of a later failure."""
     weights = num_weights(config)
     network = BYTES_PER_PARAMETER * weights
     if network > plan.machine.memory_bytes:
@@ -180,7 +180,7 @@ def _check_memory(config: Config, plan: planning.Plan) -> None:
 
 
 def _check_replay(config: Config) -> None:
-    """Refuse a setting that would do nothing: results would be named after it."""
+    """Raise a UserError if impala.replay_fraction is set where it does nothing: results would be named after it."""
     if config.traits.has_actors and config.is_sequential and config.impala.replay_fraction > 0:
         raise UserError(
             f"impala.replay_fraction = {config.impala.replay_fraction:g} does nothing in sequential mode: there is no "

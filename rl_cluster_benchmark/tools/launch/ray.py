@@ -150,7 +150,7 @@ def _ray() -> Any:
         importlib.import_module("ray.util.scheduling_strategies")
         return importlib.import_module("ray")
     except ImportError:
-        raise UserError("Ray is not installed: pip install 'rl-cluster-benchmark[ray]' (or ray).") from None
+        raise UserError("Ray is not installed: pip install '.[ray]' in a checkout (or pip install ray).") from None
 
 
 def machines() -> dict[str, float]:
