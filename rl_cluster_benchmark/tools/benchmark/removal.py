@@ -91,8 +91,8 @@ def remove_cells(cells: Sequence[Path], *, keep_locks: bool = False) -> None:
 
 
 def _remove_run(cell: Path) -> None:
-    run = RunDirectory(cell, cell / "checkpoints", cell / "logs" / "PPO_Sequential", "ppo_sequential")
-    run.remove_run()  # whatever its algorithm and mode: it has the directory for itself
+    run = RunDirectory.anywhere_in(cell)
+    run.remove_run()
     for name in run.names():
         (run.checkpoints / f".{name}{LOCK}").unlink(missing_ok=True)
     for folder in run.log_folders():
