@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from typing import Literal
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.text import plain
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, LOCK, RunDirectory
-from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation, load_evaluations
+from rl_cluster_benchmark.tools.analysis.evaluations import ANY_NAME, Evaluation, load_evaluations
 from rl_cluster_benchmark.tools.analysis.run_files import (
     Summary,
     UnusableRunError,
@@ -83,7 +83,9 @@ class LeftOut:
         return plain(f"{self.path}: {self.reason}")
 
 
-def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[RunRecord], list[LeftOut]]:
+def load_runs(
+    paths: Iterable[Path], *, unfinished: bool = False, evaluations: Sequence[str] = ANY_NAME
+) -> tuple[list[RunRecord], list[LeftOut]]:
     """The runs in these directories (or in those below them), and what was left out, with the reason."""
     runs: list[RunRecord] = []
     left_out: list[LeftOut] = []
@@ -93,7 +95,7 @@ def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[
             place = os.path.realpath(path)
             if known.setdefault(place, path) is not path:
                 raise UnusableRunError(f"is {known[place]} by another name; a run counts once")
-            run = load_run(path)
+            run = load_run(path, evaluations)
             require_usable(run, unfinished)
             if known.setdefault(run.identity, path) is not path:
                 raise UnusableRunError(f"is a copy of {known[run.identity]}; a run counts once")
@@ -152,17 +154,20 @@ def _walk(root: Path, depth: int) -> Iterator[Path]:
         yield from _walk(root / name, depth - 1)
 
 
-def load_run(path: Path) -> RunRecord:
-    """Return the run in a directory; raise UnusableRunError with the reason, whatever is wrong with its files."""
+def load_run(path: Path, evaluations: Sequence[str] = ANY_NAME) -> RunRecord:
+    """Return the run in a directory, with its evaluations in files of these names.
+
+    Raise UnusableRunError with the reason, whatever is wrong with its files.
+    """
     try:
-        return _load_run(path)
+        return _load_run(path, evaluations)
     except UnusableRunError:
         raise
     except Exception as error:  # one stranger's run must not keep the others from being read
         raise UnusableRunError(f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def _load_run(path: Path) -> RunRecord:
+def _load_run(path: Path, names: Sequence[str]) -> RunRecord:
     if not path.exists():
         raise UnusableRunError("does not exist")
     if not path.is_dir():
@@ -180,7 +185,7 @@ def _load_run(path: Path) -> RunRecord:
     else:
         state, reason = ("running", None) if running else ("interrupted", KILLED)
         summary = summary_of(series, "interrupted")
-    evaluations = load_evaluations(path, config, summary, has_ended=has_ended)
+    evaluations = load_evaluations(path, config, summary, has_ended=has_ended, names=names)
     left_out = tuple(LeftOut(file, reason) for file, reason in evaluations.left_out)
     doubts = tuple(_doubts(config, summary, last))
     return RunRecord(path, config, state, reason, summary, series, evaluations.found, left_out, doubts)
