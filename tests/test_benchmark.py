@@ -103,6 +103,21 @@ def test_a_signal_ends_it_in_good_order(tmp_path):
         process.wait()
 
 
+def test_an_evaluation_of_somebody_in_a_cell_displaces_none_of_the_benchmark(benchmarked, tmp_path, call):
+    """One with more episodes, and another way of acting, is neither reported nor taken for a missing one."""
+    directory = shutil.copytree(benchmarked, tmp_path / "copy")
+    cell = directory / "cells" / "ppo_sequential_Catch-v0_seed1"
+    checkpoint = cell / "checkpoints" / "ppo_sequential_final.pt"
+    more = ("--num-episodes", 30, "--deterministic", "--json", cell / "eval_mine.json")
+    assert call("evaluate", "--checkpoint", checkpoint, *more)[0] == 0
+    own = (cell / "evaluation_all.json").stat().st_mtime_ns
+    status, out, error = call("benchmark", "--resume", "--output-dir", directory)
+    assert (status, "4 of 4 cells done" in out) == (0, True), out + error
+    assert (cell / "evaluation_all.json").stat().st_mtime_ns == own, "played again"
+    assert "sampled actions" not in out
+    assert table(directory) == table(benchmarked)
+
+
 def test_an_existing_benchmark_is_not_touched_without_being_told(benchmarked):
     done = rlcb("benchmark", *MATRIX, *CELL_SETTINGS, "--output-dir", benchmarked)
     assert done.returncode == 2

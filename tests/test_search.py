@@ -493,6 +493,41 @@ def test_directories_of_something_else_are_refused(tmp_path):
         go(tmp_path, SPACE, 1)
 
 
+@pytest.mark.parametrize("name", ["best.yaml", "trials.csv", "history.png", "importances.png"])
+def test_results_replace_only_results(name, made_up, tmp_path, call):
+    """Before the first trial; what the search has written itself is replaced."""
+    mine = tmp_path / "search" / name
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    command = ("search", "--space", write(tmp_path), "--output-dir", mine.parent, "--trials")
+    status, out, error = call(*command, 1)
+    assert (status, mine.read_text()) == (2, "mine"), out
+    assert f"{mine} would be replaced, and this program has not written it; move it away" in error
+    mine.unlink()
+    for number in (1, 2):
+        status, _, error = call(*command, number)
+        assert status == 0, error
+
+
+def test_a_best_config_that_was_edited_stays_while_its_trial_is_the_best(made_up, tmp_path, call):
+    command = (
+        "search",
+        "--space",
+        write(tmp_path, candidates(0.002, 0.001, 0.005)),
+        "--output-dir",
+        tmp_path / "search",
+    )
+    assert call(*command, "--trials", 1)[0] == 0
+    best = tmp_path / "search" / "best.yaml"
+    edited = best.read_text() + "# mine\n"
+    best.write_text(edited)
+    status, out, _ = call(*command, "--trials", 2)
+    assert (status, best.read_text()) == (0, edited)
+    assert "best.yaml was edited and stays as it is" in out
+    assert call(*command, "--trials", 3)[0] == 0
+    assert best.read_text().startswith("# Trial 2 of `rlcb search`")
+
+
 def test_a_damaged_plan_is_refused_in_a_sentence(made_up, tmp_path):
     assert go(tmp_path, candidates(0.001), 1) == 0
     file = tmp_path / "search" / "search.yaml"

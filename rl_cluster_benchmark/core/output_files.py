@@ -12,7 +12,10 @@ from rl_cluster_benchmark.core.errors import UserError
 RECORDS = ("metrics.jsonl", "benchmark.yaml", ".lock", ".benchmark.lock")  # protected in every directory
 # Protected only in a directory that holds another of these files, or a .lock.
 RECORDS_OF_A_RUN = ("config.yaml", "training_summary.json", "benchmark_metrics.json", "metrics.json")
-MARK_OF_PLOTS = b"Matplotlib"  # stands in every PNG that Matplotlib draws
+MARK_OF_PLOTS = b"Software\0rlcb"  # of PNGs
+# Plots of older versions have Matplotlib's own mark and our resolution, 110 dots per inch, which is not its default.
+MARKS_OF_OLDER_PLOTS = (b"Software\0Matplotlib", b"pHYs" + 2 * (4331).to_bytes(4, "big"))
+HEAD_OF_A_PLOT = 1000  # bytes that hold these marks
 
 
 def check_output(option: str, path: Path, reads: Iterable[Path] = ()) -> None:
@@ -44,9 +47,17 @@ def _is_record(path: Path) -> bool:
 def is_own(path: Path, mark: bytes) -> bool:
     """Return whether the file may be replaced without asking: it does not exist, or it contains `mark`."""
     try:
-        return not path.exists() or mark in path.read_bytes()
+        content = path.read_bytes() if path.exists() else mark
     except OSError:
         return False
+    is_older_plot = mark == MARK_OF_PLOTS and all(old in content[:HEAD_OF_A_PLOT] for old in MARKS_OF_OLDER_PLOTS)
+    return mark in content or is_older_plot
+
+
+def check_own(path: Path, mark: bytes, advice: str) -> None:
+    """Refuse, before any work is done, to replace somebody else's file that has a name of our choice."""
+    if not is_own(path, mark):
+        raise UserError(f"{path} would be replaced, and this program has not written it; {advice}.")
 
 
 def write_output(path: Path, content: bytes) -> None:

@@ -82,6 +82,11 @@ class RunDirectory:
         logs = Path(config.logging.log_dir) / label
         return cls(logs, Path(config.logging.checkpoint_dir or Path("checkpoints", name)), logs, name)
 
+    @classmethod
+    def anywhere_in(cls, root: Path) -> RunDirectory:
+        """Return the directory of a run of whatever algorithm and mode, for what concerns all of them."""
+        return cls(root, root / "checkpoints", root / "logs" / "PPO_Sequential", "ppo_sequential")
+
     @property
     def lock(self) -> Path:
         return self.root / LOCK
@@ -124,9 +129,9 @@ class RunDirectory:
 
     def has_something_to_replace(self) -> bool:
         """Return whether anything is here that a new run would replace."""
-        return self._a_run_was_here() or any(file.exists() for file in (self.config, self.metrics))
+        return self.a_run_was_here() or any(file.exists() for file in (self.config, self.metrics))
 
-    def _a_run_was_here(self) -> bool:
+    def a_run_was_here(self) -> bool:
         """Return whether there is a file that only runs write."""
         files = [self.summary, self.benchmark_metrics, *self._metrics_logs()]
         return any(file.exists() for file in files) or bool(self._checkpoints_here())
@@ -230,7 +235,7 @@ class RunDirectory:
     def _check_free(self, lock: int, may_hold_a_run: bool) -> None:
         """Raise a UserError if the directory holds a run but may not, is in use, or holds files that no run wrote."""
         last_owner = os.pread(lock, 1 << 20, 0).decode(errors="replace").split()
-        if self.has_something_to_replace() and not last_owner and not self._a_run_was_here():
+        if self.has_something_to_replace() and not last_owner and not self.a_run_was_here():
             names = " and ".join(file.name for file in (self.config, self.metrics) if file.exists())
             raise UserError(
                 f"{names} in {self.root} would be replaced, and no run has written it; choose another --output-dir."

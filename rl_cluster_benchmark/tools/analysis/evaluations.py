@@ -28,6 +28,7 @@ from rl_cluster_benchmark.tools.analysis.run_files import (
 from rl_cluster_benchmark.tools.evaluation.video import mark_of_clip
 
 NOT_PLAYED = ("seed", "num_envs")  # of the section env: an evaluation has a seed of its own, and its own number
+ANY_NAME = ("eval*.json",)
 MAX_FILES = 100  # evaluations in a directory
 MAX_CLIP = 3_000_000  # bytes
 UNKNOWN = "does not say which checkpoint it is of; evaluate again"
@@ -80,7 +81,9 @@ class Evaluations:
     left_out: list[tuple[Path, str]]
 
 
-def load_evaluations(path: Path, config: Config, summary: Summary, *, has_ended: bool = True) -> Evaluations:
+def load_evaluations(
+    path: Path, config: Config, summary: Summary, *, has_ended: bool = True, names: Sequence[str] = ANY_NAME
+) -> Evaluations:
     """Of several on the same levels, one that names its checkpoint, then the one with most episodes.
 
     A run that goes on, or was killed (`has_ended` is false), has the newest checkpoint that is there.
@@ -88,7 +91,7 @@ def load_evaluations(path: Path, config: Config, summary: Summary, *, has_ended:
     last = last_checkpoint(path, config, summary)
     found: dict[str, Evaluation] = {}
     left_out: list[tuple[Path, str]] = []
-    for file in sorted(path.glob("eval*.json"))[:MAX_FILES]:
+    for file in sorted({file for name in names for file in path.glob(name)})[:MAX_FILES]:
         try:
             evaluation = _read(path, file)
             if evaluation is None:

@@ -88,9 +88,9 @@ class Group:
         return [value for run in self.runs if (value := metric(run)) is not None]
 
     def estimate(self, metric: Metric) -> Estimate | None:
-        """The mean over seeds and its interval; None unless every seed has the figure."""
+        """The mean over seeds and its interval; None unless every seed has the figure, of agents that acted alike."""
         values = self.values(metric)
-        if len(values) < len(self.runs):
+        if len(values) < len(self.runs) or ways_of_acting(self.runs, *LEVELS_OF.get(metric, ())) > 1:
             return None
         estimate = statistics.mean(values)
         if metric in NEVER_NEGATIVE and estimate.interval is not None:
@@ -210,15 +210,22 @@ def processes(run: RunRecord) -> int | None:
     return workers + (learners or 0)
 
 
-def ways_of_acting(runs: Iterable[RunRecord], levels: str) -> int:
+def ways_of_acting(runs: Iterable[RunRecord], *levels: str) -> int:
     """Return 2 if some of the runs' evaluations on these levels sampled actions and others took the likeliest ones."""
-    return len({run.evaluations[levels].deterministic for run in runs if levels in run.evaluations})
+    found = [run.evaluations[name] for run in runs for name in levels if name in run.evaluations]
+    return len({evaluation.deterministic for evaluation in found})
 
 
 def gap(run: RunRecord) -> float | None:
     """How much better the agent plays levels it was trained on than levels never trained on."""
     train, test = train_reward(run), test_reward(run)
     return train - test if train is not None and test is not None else None
+
+
+LEVELS_OF: dict[Metric, tuple[str, ...]] = {
+    train_reward: ("train",), test_reward: ("test",), all_reward: ("all",), gap: ("train", "test"),
+}  # fmt: skip
+"""The levels whose evaluations a figure is of."""
 
 
 def reached(run: RunRecord, threshold: float) -> tuple[float, float] | None:

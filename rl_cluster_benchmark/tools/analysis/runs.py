@@ -9,15 +9,15 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.text import plain
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
-from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation, load_evaluations
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, LOCK, RunDirectory
+from rl_cluster_benchmark.tools.analysis.evaluations import ANY_NAME, Evaluation, load_evaluations
 from rl_cluster_benchmark.tools.analysis.run_files import (
     Summary,
     UnusableRunError,
@@ -30,9 +30,10 @@ from rl_cluster_benchmark.tools.analysis.series import Series
 
 State = Literal["running", "finished", "interrupted", "failed"]
 
-MARKS = ("config.yaml", "training_summary.json", "benchmark_metrics.json", "metrics.jsonl")
+MARKS = ("training_summary.json", "benchmark_metrics.json", "metrics.jsonl")  # files that nobody but a run writes
 MAX_DEPTH = 6
 NO_RUNS_BELOW = ("venv", "node_modules", "__pycache__")
+OF_A_RUN = ("checkpoints", "logs")  # folders in which no other run is looked for
 MAX_RUNS = 10_000
 KILLED = "it ended without a summary: killed, or the machine went down"
 
@@ -82,7 +83,9 @@ class LeftOut:
         return plain(f"{self.path}: {self.reason}")
 
 
-def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[RunRecord], list[LeftOut]]:
+def load_runs(
+    paths: Iterable[Path], *, unfinished: bool = False, evaluations: Sequence[str] = ANY_NAME
+) -> tuple[list[RunRecord], list[LeftOut]]:
     """The runs in these directories (or in those below them), and what was left out, with the reason."""
     runs: list[RunRecord] = []
     left_out: list[LeftOut] = []
@@ -92,7 +95,7 @@ def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[
             place = os.path.realpath(path)
             if known.setdefault(place, path) is not path:
                 raise UnusableRunError(f"is {known[place]} by another name; a run counts once")
-            run = load_run(path)
+            run = load_run(path, evaluations)
             require_usable(run, unfinished)
             if known.setdefault(run.identity, path) is not path:
                 raise UnusableRunError(f"is a copy of {known[run.identity]}; a run counts once")
@@ -118,9 +121,15 @@ def _expand(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
+    """Return whether a run has written there; a config.yaml alone may be anybody's."""
     try:
-        is_starting = (path / ".lock").is_file() and (path / "checkpoints").is_dir()
-        return is_starting or any((path / mark).is_file() for mark in MARKS)
+        if any((path / mark).is_file() for mark in MARKS):
+            return True
+        has_config = (path / "config.yaml").exists()
+        if not has_config and not (path / "checkpoints").is_dir():
+            return False
+        was_claimed = (path / LOCK).is_file() and (path / LOCK).stat().st_size > 0  # it names the run's process
+        return was_claimed or (has_config and RunDirectory.anywhere_in(path).a_run_was_here())
     except OSError:  # a directory that may not be entered
         return False
 
@@ -131,36 +140,40 @@ def find_runs(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
 
 
 def _walk(root: Path, depth: int) -> Iterator[Path]:
+    passed_over: tuple[str, ...] = NO_RUNS_BELOW
     if is_run(root):
         yield root
-        return
+        passed_over += OF_A_RUN
     try:
         entries = [entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return
     for name in sorted(entries) if depth > 0 else ():
-        if name.startswith(".") or name in NO_RUNS_BELOW:
+        if name.startswith(".") or name in passed_over:
             continue
         yield from _walk(root / name, depth - 1)
 
 
-def load_run(path: Path) -> RunRecord:
-    """Return the run in a directory; raise UnusableRunError with the reason, whatever is wrong with its files."""
+def load_run(path: Path, evaluations: Sequence[str] = ANY_NAME) -> RunRecord:
+    """Return the run in a directory, with its evaluations in files of these names.
+
+    Raise UnusableRunError with the reason, whatever is wrong with its files.
+    """
     try:
-        return _load_run(path)
+        return _load_run(path, evaluations)
     except UnusableRunError:
         raise
     except Exception as error:  # one stranger's run must not keep the others from being read
         raise UnusableRunError(f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def _load_run(path: Path) -> RunRecord:
+def _load_run(path: Path, names: Sequence[str]) -> RunRecord:
     if not path.exists():
         raise UnusableRunError("does not exist")
     if not path.is_dir():
         raise UnusableRunError("is a file, not the directory of a run")
     if not is_run(path):
-        raise UnusableRunError("holds no run: none of " + ", ".join(MARKS) + " is in it")
+        raise UnusableRunError("holds no run: there is neither a summary nor a log nor a checkpoint of one")
     running = is_running(path)
     config = load_config(path, running)
     series = load_series(path, config)
@@ -172,7 +185,7 @@ def _load_run(path: Path) -> RunRecord:
     else:
         state, reason = ("running", None) if running else ("interrupted", KILLED)
         summary = summary_of(series, "interrupted")
-    evaluations = load_evaluations(path, config, summary, has_ended=has_ended)
+    evaluations = load_evaluations(path, config, summary, has_ended=has_ended, names=names)
     left_out = tuple(LeftOut(file, reason) for file, reason in evaluations.left_out)
     doubts = tuple(_doubts(config, summary, last))
     return RunRecord(path, config, state, reason, summary, series, evaluations.found, left_out, doubts)
@@ -190,7 +203,7 @@ def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
 def is_running(path: Path) -> bool:
     """Does a process hold the run's lock? A shared lock, tried for a moment, tells."""
     try:
-        lock = os.open(path / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        lock = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -209,7 +209,9 @@ def _name_failed(cells: Sequence[CellProgress]) -> None:
 
 def report(directory: Path, cells: Sequence[CellProgress]) -> None:
     """The table on the screen; the page, its Markdown and the figures in files."""
-    runs, left_out = load_runs([progress.directory for progress in cells if progress.state == "done"])
+    runs, left_out = load_runs(
+        [progress.directory for progress in cells if progress.state == "done"], evaluations=removal.EVALUATIONS
+    )
     left_out += [LeftOut(p.directory, p.reason or p.state) for p in cells if p.state != "done"]
     if not runs:
         return

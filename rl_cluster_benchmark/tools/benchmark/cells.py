@@ -13,7 +13,7 @@ from rl_cluster_benchmark.processes.child_process import ChildProcess, reason_of
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord, UnusableRunError, is_running, load_run
 from rl_cluster_benchmark.tools.benchmark.matrix import Cell, Matrix
-from rl_cluster_benchmark.tools.benchmark.removal import log_of
+from rl_cluster_benchmark.tools.benchmark.removal import EVALUATIONS, log_of
 
 CellState = Literal["to come", "training", "evaluating", "done", "failed"]
 SECONDS_BETWEEN_LOOKS = 0.25
@@ -42,7 +42,7 @@ def look_at(cell: Cell, directory: Path, matrix: Matrix) -> CellProgress:
     """What an earlier call has left of the cell; only what is complete counts."""
     progress = CellProgress(cell, directory)
     try:
-        run = load_run(directory)
+        run = load_run(directory, EVALUATIONS)
     except UnusableRunError:
         return progress
     if run.state == "finished" and not _missing_levels(run, matrix):
@@ -71,7 +71,7 @@ def work_on(
         progress.state, progress.run = "evaluating", run
         for levels in _missing_levels(run, matrix):
             _evaluate(progress, run, levels, matrix, signals, look)
-        progress.run = load_run(progress.directory)
+        progress.run = load_run(progress.directory, EVALUATIONS)
         progress.state, progress.reason = "done", None
     except _Interrupted:
         progress.state = "to come"
@@ -143,7 +143,7 @@ def _call(
 
 def _finished(directory: Path) -> RunRecord | None:
     try:
-        run = load_run(directory)
+        run = load_run(directory, EVALUATIONS)
     except UnusableRunError:
         return None
     return run if run.state == "finished" else None

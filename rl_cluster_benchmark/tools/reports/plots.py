@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import EnvConfig
 from rl_cluster_benchmark.core.errors import UserError
-from rl_cluster_benchmark.core.output_files import check_output, write_output
+from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, check_own, write_output
 from rl_cluster_benchmark.env import published
 from rl_cluster_benchmark.run.episodes import WINDOW
 from rl_cluster_benchmark.tools.analysis.curves import REWARD
@@ -43,6 +44,8 @@ def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path
         raise UserError(f"{log_file} cannot be read ({error.strerror}).") from None
     if not lines:
         raise UserError(f"{log_file} holds no metrics; give the metrics.jsonl of a run that has made an update.")
+    if output is None:
+        check_own(log_file.with_name("metrics.png"), MARK_OF_PLOTS, "name a file with --output")
     output = picture_file(output or log_file.with_name("metrics.png"))
     check_output("--output", output, [log_file])
     figure, axes = open_figure(2, 4, figsize=(17, 7))
@@ -102,8 +105,10 @@ def save_figure(figure: Any, output: Path) -> Path:
     import matplotlib.pyplot as plt
 
     content = io.BytesIO()
+    kind = output.suffix.removeprefix(".").lower() or "png"
+    mark = {"Software": f"rlcb {__version__}"} if kind == "png" else None
     try:
-        figure.savefig(content, dpi=110, format=output.suffix.removeprefix(".").lower() or "png")
+        figure.savefig(content, dpi=110, format=kind, metadata=mark)
     except ValueError as error:
         raise UserError(f"Cannot write {output} ({error}).") from None
     finally:

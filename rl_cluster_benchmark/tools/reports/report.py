@@ -16,7 +16,7 @@ from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, is_own
+from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_own
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.verdicts import headline
 from rl_cluster_benchmark.tools.reports import report_data, tables
@@ -38,11 +38,7 @@ FILES = {  # of a report -> what no other file of this name has in it
 def check_replaceable(directory: Path) -> None:
     """Refuse a directory where the report would replace a file that this program has not written."""
     for name, mark in FILES.items():
-        if not is_own(directory / name, mark):
-            raise UserError(
-                f"{directory / name} would be replaced, and this program has not written it; "
-                "choose another --output-dir."
-            )
+        check_own(directory / name, mark, "choose another --output-dir")
 
 
 def write_report(comparison: Comparison, directory: Path, title: str) -> list[Path]:

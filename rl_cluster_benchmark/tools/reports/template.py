@@ -118,8 +118,10 @@ def _run_block(group: Group) -> list[str]:
     ]
     for levels, name in LEVELS.items():
         found = [run.evaluations[levels] for run in group.runs if levels in run.evaluations]
-        if found:
-            lines += ["", *_evaluation_block(found, name)]
+        for way in (False, True):  # sampled actions do not count in one mean with the likeliest ones
+            alike = [evaluation for evaluation in found if evaluation.deterministic == way]
+            if alike:
+                lines += ["", *_evaluation_block(alike, name)]
     return lines
 
 
@@ -144,7 +146,7 @@ def _pm(value: float | None, spread: float | None) -> str:
 def _metric_block(groups: list[Group]) -> list[str]:
     rows, is_marked = [], False
     for line in _lines(groups):
-        estimates = [group.estimate(line.metric) for group in groups]
+        estimates = [_estimate(group, line) for group in groups]
         if all(estimate is None for estimate in estimates):
             continue
         winner = _winner(groups, estimates, line)
@@ -154,6 +156,11 @@ def _metric_block(groups: list[Group]) -> list[str]:
     if is_marked:
         lines += ["", f"{MARK} {ONE_SEED}; a difference between single runs, not between algorithms."]
     return lines
+
+
+def _estimate(group: Group, line: Line) -> Estimate | None:
+    acted_alike = line.levels is None or figures.ways_of_acting(group.runs, line.levels) < 2
+    return group.estimate(line.metric) if acted_alike else None
 
 
 def _cell(estimate: Estimate | None, line: Line) -> str:

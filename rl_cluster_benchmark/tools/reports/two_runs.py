@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_cluster_benchmark.core.errors import UserError
-from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, is_own, write_output
+from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, check_own, write_output
 from rl_cluster_benchmark.core.text import NOTHING, decimal, plain, whole
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import Axis
@@ -26,9 +26,9 @@ def compare_two(
 ) -> int:  # fmt: skip
     """Print the comparison and write both files; those that the user has not named replace only their like."""
     if not output:
-        _check_own("--output", PICTURE, MARK_OF_PLOTS)
+        check_own(PICTURE, MARK_OF_PLOTS, "name a file with --output")
     if not report:
-        _check_own("--report", REPORT, TITLE.encode())
+        check_own(REPORT, TITLE.encode(), "name a file with --report")
     output, report = picture_file(output or PICTURE), report or REPORT
     check_output("--output", output)
     check_output("--report", report)
@@ -47,11 +47,6 @@ def compare_two(
     for warning in [*differences(one, other), *comparison.warnings()]:
         print(plain(f"Note: {warning}"))
     return 0
-
-
-def _check_own(option: str, path: Path, mark: bytes) -> None:
-    if not is_own(path, mark):
-        raise UserError(f"{path} would be replaced, and this program has not written it; name a file with {option}.")
 
 
 def _load(flag: str, path: Path, unfinished: bool) -> RunRecord:

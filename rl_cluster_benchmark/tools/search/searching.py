@@ -36,6 +36,7 @@ def search(space: SearchSpace | None, settings: SearchSettings, signals: Signals
     require_optuna()
     if space is not None:
         check_buildable(space)
+    search_report.check_replaceable(settings.directory)
     study = Study.open(settings.directory, space)
     course = SearchRun(study, settings, signals)
     try:

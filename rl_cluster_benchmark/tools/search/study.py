@@ -75,7 +75,7 @@ class Study:
             if not file.is_file():
                 raise UserError(f"There is no search in {directory} to go on with; add --space FILE to begin one.")
             return cls(directory, space_files.load(file))
-        if is_run(directory):
+        if is_run(directory) or (directory / "config.yaml").exists():
             raise UserError(f"{directory} holds a run; choose another --output-dir.")
         study = cls(directory, space)
         with study.locked():
