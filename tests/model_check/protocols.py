@@ -272,12 +272,12 @@ def learners_steps(learners: int = 2, steps: int = 2, groups: int = 2) -> Case:
         return learn
 
     def hand_out(board: leading_learner.StepBoard, step: int) -> None:
-        """As Leader.hand_out does."""
+        """As LeadingLearner.hand_out does."""
         mine = object.__new__(leading_learner.LeadingLearner)  # with what hand_out looks at, and no processes
         vars(mine).update(
             board=board, claims=shared, store=SimpleNamespace(full=lambda: np.arange(groups) + 10 * step),
             _replayed=lambda: 0, _should_stop=lambda: False, _left_out_since=lambda: 0, _left_out_seen=0,
-            other_machines=SimpleNamespace(agree=lambda news: news, correction=lambda: 0), _count=step - 1,
+            others=SimpleNamespace(agree=lambda news: news, correction=lambda: 0), _count=step - 1,
             _news=lambda *_: SimpleNamespace(stop=False, rate=float(step)), _note=lambda *_: None,
             algorithm=SimpleNamespace(normalize_rewards=SimpleNamespace(scale=SimpleNamespace(divisor=1.0))),
             config=SimpleNamespace(impala=SimpleNamespace(passes=1)), _passes_left=0,
