@@ -39,8 +39,7 @@ class Plan:
     def shares_work(self, config: Config) -> bool:
         """Do its workers share minibatches, and with them the parameters?"""
         in_step = config.algorithm in ("ppo", "a2c") and config.mode != "sequential"
-        through_gloo = config.mode == "parallel" and config.parallel.reduce == "gloo"
-        return in_step and self.balance > 0 and not through_gloo
+        return in_step and self.balance > 0
 
     def lines(self, config: Config) -> list[str]:
         """What was chosen and why, for the head of a run."""

@@ -1,4 +1,4 @@
-"""Which execution a run on several machines has: `train` on the head, `follow` on every other machine."""
+"""Which execution a run with worker processes has: `train` on the head or on a machine alone, `follow` elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster
 from rl_cluster_benchmark.execution.hogwild import hogwild_cluster
-from rl_cluster_benchmark.execution.in_step import distributed
+from rl_cluster_benchmark.execution.in_step import data_parallel
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run.run import Run
 
@@ -23,7 +23,7 @@ class Execution(Protocol):
 
 
 EXECUTIONS: dict[str, Execution] = {
-    "ppo": distributed, "a2c": distributed, "a3c": hogwild_cluster, "impala": actor_learner_cluster
+    "ppo": data_parallel, "a2c": data_parallel, "a3c": hogwild_cluster, "impala": actor_learner_cluster
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
@@ -14,6 +13,7 @@ from rl_cluster_benchmark.execution import sequential
 from rl_cluster_benchmark.execution.actor_learner import actor_learner, split
 from rl_cluster_benchmark.execution.hogwild import hogwild
 from rl_cluster_benchmark.execution.in_step import data_parallel
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.machine import planning, process
 from rl_cluster_benchmark.nets.models import num_weights
@@ -25,7 +25,6 @@ from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.training import executions, node
 
-EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
 ASYNCHRONOUS = {"a3c": hogwild.train, "impala": actor_learner.train}  # instead, in parallel mode
 
 BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
@@ -133,10 +132,7 @@ def _train(
         try:
             is_parent = config.mode != "sequential"
             with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), run:
-                if cluster is not None:
-                    executions.of(config).train(run, cluster)
-                else:
-                    _execution(config)(run)
+                _execute(run, cluster)
         finally:
             if run.summary is not None:
                 with contextlib.suppress(OSError):
@@ -146,10 +142,17 @@ def _train(
         claim.release()
 
 
-def _execution(config: Config) -> Callable[[Run], None]:
-    if config.mode == "parallel" and config.algorithm in ASYNCHRONOUS:
-        return ASYNCHRONOUS[config.algorithm]
-    return EXECUTIONS[config.mode]
+def _execute(run: Run, cluster: Cluster | None) -> None:
+    """Train to the end."""
+    config = run.config
+    if cluster is not None:
+        executions.of(config).train(run, cluster)
+    elif config.mode == "sequential":
+        sequential.train(run)
+    elif config.algorithm in ASYNCHRONOUS:
+        ASYNCHRONOUS[config.algorithm](run)
+    else:
+        data_parallel.train(run, MachineAlone(run.plan, run.signals))
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:
