@@ -206,7 +206,6 @@ MACHINE = replace(detection.detect(), usable_cores=2, flags=frozenset({"avx512_b
     ("processes", "changes", "bottleneck", "words"),
     [
         ([process(update=0.5, communication=0.5 + 0.1)], {}, verdict.COMMUNICATION, "larger training.batch_size"),
-        ([process(communication=1.0)], {"parallel.reduce": "gloo"}, verdict.COMMUNICATION, "shared_memory"),
         ([process(update=0.3, waiting=0.6)], {}, verdict.UNEVEN, "parallel.balance (now 0.5)"),
         ([process(update=0.7, env=0.3)] * 2, {}, verdict.NETWORK, "30 GFLOP"),
         ([process(env=0.9, update=0.1)], {}, verdict.ENVIRONMENT, "cores are idle"),

@@ -373,7 +373,8 @@ class ParallelConfig(Section):
         "with another number of workers keeps the environments that it has in all.",
     )
     reduce: MayChange[Literal["shared_memory", "gloo"]] = Field(
-        "shared_memory", description="How gradients are summed; gloo is torch.distributed, kept for comparison."
+        "shared_memory",
+        description="Without effect: the workers of a machine sum through shared memory, also where this says gloo.",
     )
     balance: Annotated[MayChange[Float | None], UsedBy(("ppo", "a2c"))] = Field(
         None,

@@ -69,10 +69,10 @@ class Worker:
 
     @classmethod
     def build(
-        cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, course: Course,
-        checkpoint: dict[str, Any] | None, sharing: SharesExperience | None = None,
+        cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, clock: PhaseClock,
+        incarnation: int, checkpoint: dict[str, Any] | None, sharing: SharesExperience | None = None,
     ) -> Worker:  # fmt: skip
-        env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=course.updates)
+        env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=incarnation)
         model, algorithm = build_algorithm(
             config, plan, env.observation_shape, env.num_actions, env_ids=env_ids, reduce=reduce, checkpoint=checkpoint,
             sharing=sharing,
@@ -84,11 +84,11 @@ class Worker:
             env_ids=env_ids,
             seed=config.env.seed,
             device=config.hardware.device,
-            clock=course.clock,
+            clock=clock,
             time_limit=config.training.time_limit,
         )
         if sharing is not None:
-            collector.rollout, collector.helping = sharing.rollout(), sharing.helping(model, course.clock)
+            collector.rollout, collector.helping = sharing.rollout(), sharing.helping(model, clock)
         return cls(config, model, algorithm, collector)
 
     def state(self) -> dict[str, Any]:

@@ -38,9 +38,7 @@ class Plan:
 
     def shares_work(self, config: Config) -> bool:
         """Return whether the workers share the work of minibatches, and with it one set of parameters."""
-        in_step = config.traits.is_in_step and not config.is_sequential
-        through_gloo = config.is_parallel and config.parallel.reduce == "gloo"
-        return in_step and self.balance > 0 and not through_gloo
+        return config.traits.is_in_step and not config.is_sequential and self.balance > 0
 
     def lines(self, config: Config) -> list[str]:
         """Return the lines that say at the start of a run what was chosen and why."""

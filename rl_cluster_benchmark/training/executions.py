@@ -1,4 +1,4 @@
-"""The choice of the execution of a run on several machines."""
+"""Which execution a run with worker processes has: `train` on the head or on a machine alone, `follow` elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster
 from rl_cluster_benchmark.execution.hogwild import hogwild_cluster
-from rl_cluster_benchmark.execution.in_step import distributed
+from rl_cluster_benchmark.execution.in_step import data_parallel
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run.run import Run
 
@@ -25,7 +25,7 @@ class Execution(Protocol):
 
 
 def of(config: Config) -> Execution:
-    """Return the execution for the config's algorithm on several machines."""
+    """Return the execution of the config's algorithm."""
     if config.traits.has_actors:
         return actor_learner_cluster
-    return hogwild_cluster if config.traits.is_lock_free else distributed
+    return hogwild_cluster if config.traits.is_lock_free else data_parallel

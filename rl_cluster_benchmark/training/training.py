@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
@@ -14,6 +13,7 @@ from rl_cluster_benchmark.execution import sequential
 from rl_cluster_benchmark.execution.actor_learner import actor_learner, split
 from rl_cluster_benchmark.execution.hogwild import hogwild
 from rl_cluster_benchmark.execution.in_step import data_parallel
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.machine import planning, process
 from rl_cluster_benchmark.nets.models import num_weights
@@ -128,10 +128,7 @@ def _train(
         try:
             is_parent = not config.is_sequential
             with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), run:
-                if cluster is not None:
-                    executions.of(config).train(run, cluster)
-                else:
-                    _execution(config)(run)
+                _execute(run, cluster)
         finally:
             if run.summary is not None:
                 with contextlib.suppress(OSError):
@@ -141,13 +138,19 @@ def _train(
         claim.release()
 
 
-def _execution(config: Config) -> Callable[[Run], None]:
-    """Return the function that trains a run on one machine in the config's mode."""
-    if config.is_sequential:
-        return sequential.train
-    if config.traits.has_actors:
-        return actor_learner.train
-    return hogwild.train if config.traits.is_lock_free else data_parallel.train
+def _execute(run: Run, cluster: Cluster | None) -> None:
+    """Train the run to its end."""
+    config = run.config
+    if cluster is not None:
+        executions.of(config).train(run, cluster)
+    elif config.is_sequential:
+        sequential.train(run)
+    elif config.traits.has_actors:
+        actor_learner.train(run)
+    elif config.traits.is_lock_free:
+        hogwild.train(run)
+    else:
+        data_parallel.train(run, MachineAlone(run.plan, run.signals))
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:

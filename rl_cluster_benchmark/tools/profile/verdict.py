@@ -114,8 +114,6 @@ def _less_communication(config: Config) -> str:
             "Gradients cross the network: a faster link, cluster.compression=bfloat16 (half the bytes), larger batches "
             "or cluster.sync=local_sgd (fewer sums) would help; the last two change what is learned."
         )
-    if config.parallel.reduce == "gloo":
-        return "parallel.reduce=shared_memory sums through memory instead of sockets."
     larger = "a larger training.n_steps" if config.algorithm == "a2c" else "a larger training.batch_size"
     epochs = ", fewer training.n_epochs" if config.algorithm == "ppo" else ""
     return (
