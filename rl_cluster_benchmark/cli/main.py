@@ -18,7 +18,7 @@ from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli import checkup_commands as checkup_arguments
 from rl_cluster_benchmark.cli import launch_commands as launch_arguments
 from rl_cluster_benchmark.cli import projection_commands as projection_arguments
-from rl_cluster_benchmark.cli.analysis_commands import add_analysis_commands
+from rl_cluster_benchmark.cli.analysis_commands import add_analysis_commands, add_checkpoint_command
 from rl_cluster_benchmark.cli.arguments import (
     add_config_arguments,
     config_from,
@@ -28,10 +28,10 @@ from rl_cluster_benchmark.cli.arguments import (
     rank,
     seconds,
     seed,
+    settings_from,
     start_signals,
     without_effect,
 )
-from rl_cluster_benchmark.cli.checkpoint_commands import add_checkpoint_command
 from rl_cluster_benchmark.cli.performance_commands import add_performance_commands
 from rl_cluster_benchmark.cli.search_commands import add_search_command
 
@@ -318,14 +318,7 @@ def _scaling(args: argparse.Namespace) -> int:
     if args.num_envs is not None:
         args.set.insert(0, "parallel.num_workers=null")  # the preset's number of workers says nothing here
     config = config_from(args)
-    settings = SweepSettings(
-        workers=args.workers,
-        envs_per_worker=args.envs_per_worker,
-        seconds=args.seconds,
-        repeats=args.repeats,
-        output_dir=Path(config.output_dir or SCALING_DIR),
-        overwrite=args.overwrite,
-    )
+    settings = settings_from(SweepSettings, args, output_dir=Path(config.output_dir or SCALING_DIR))
     return scaling(config, settings, start_signals())
 
 

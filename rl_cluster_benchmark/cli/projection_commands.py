@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_cluster_benchmark.cli.arguments import number, start_signals
+from rl_cluster_benchmark.cli.arguments import number, settings_from, start_signals
 from rl_cluster_benchmark.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,15 +97,6 @@ def run(args: argparse.Namespace, config_from: Callable[[argparse.Namespace], Co
 
     args.mode = "parallel" if args.algorithm in ("a3c", "impala") else "distributed"
     config = config_from(args)
-    settings = ProjectionSettings(
-        nodes=args.nodes or NODES,
-        seconds=args.seconds,
-        output_dir=Path(config.output_dir or PROJECTION_DIR),
-        overwrite=args.overwrite,
-        measured=args.measured,
-        network=args.network,
-        bandwidth=args.bandwidth,
-        round_trip=args.round_trip,
-        spread=args.spread,
-    )
+    output_dir = Path(config.output_dir or PROJECTION_DIR)
+    settings = settings_from(ProjectionSettings, args, nodes=args.nodes or NODES, output_dir=output_dir)
     return project(config, settings, start_signals())

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from rl_cluster_benchmark.core.output_files import check_output, write_output
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.profiling.stages import FOLDER_VARIABLE, STAGE_FILE, TRACED_FILE
-from rl_cluster_benchmark.tools.profile import flame, peak, profile_report
+from rl_cluster_benchmark.tools.profile import peak, profile_report
 from rl_cluster_benchmark.tools.profile.figures import Process, Profile, passes_per_step
 from rl_cluster_benchmark.tools.profile.verdict import judge
 from rl_cluster_benchmark.tools.scaling.cases import MEASURED
@@ -34,6 +36,7 @@ from rl_cluster_benchmark.tools.tune.tuning_trials import short_updates
 SECONDS_BETWEEN_LOOKS = 0.1
 MOST_TRACED_SECONDS = 10.0
 SECONDS_TO_WRITE = 300.0
+FLAME_SECONDS, SECONDS_TO_DRAW = 2, 30.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class WatchedRun:
         self._next_stage()  # TRACE
         self._trace()
         if self.settings.flame:
-            self.no_flame = flame.record(self.run.process.pid, self.folder / profile_report.FLAME)
+            self.no_flame = _draw_flame_graph(self.run.process.pid, self.folder / profile_report.FLAME)
         self._next_stage()  # DONE
         self._wait_for_all(".json")
 
@@ -235,3 +238,35 @@ def _busy(before: Any, after: Any) -> list[float]:
         idle = new.idle + new.iowait - old.idle - old.iowait
         shares.append(max(0.0, 1 - idle / total) if total > 0 else 0.0)
     return shares
+
+
+def _py_spy() -> str | None:
+    """Return where py-spy is, beside this Python or on the path: https://github.com/benfred/py-spy."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def _draw_flame_graph(pid: int, file: Path) -> str | None:
+    """Watch the Python code of a process and its children for some seconds; return why there is no picture, or None."""
+    program = _py_spy()
+    if program is None:
+        return "py-spy is not installed (pip install py-spy)"
+    call = [
+        program, "record", "--pid", str(pid), "--subprocesses", "--duration", str(FLAME_SECONDS), "--output", str(file),
+        "--nonblocking",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            call,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=FLAME_SECONDS + SECONDS_TO_DRAW,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"py-spy did not come to an end ({error})"
+    if file.is_file():
+        return None
+    lines = (done.stderr or done.stdout).strip().splitlines() or [f"status {done.returncode}"]
+    return f"py-spy failed ({lines[0].strip()}); it may need root or ptrace rights"
