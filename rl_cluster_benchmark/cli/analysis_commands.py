@@ -203,7 +203,7 @@ def _benchmark(args: argparse.Namespace) -> int:
 
 
 def _matrix(args: argparse.Namespace) -> Matrix | None:
-    """What the command line asks for; None if it says nothing about it, as when an old benchmark is resumed."""
+    """Return what the command line asks for; None if it says nothing about it, as when an old benchmark is resumed."""
     from typing import get_args
 
     from rl_cluster_benchmark.config.config_files import find_config

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> in
 
 
 def _from_inside(args: argparse.Namespace) -> int:
-    """This is one of the machines; the head tells what all have measured."""
+    """Measure as one of the machines; the head prints what all have measured."""
     from rl_cluster_benchmark.cluster import placement
     from rl_cluster_benchmark.config import config_files
     from rl_cluster_benchmark.core.stop import Interrupted

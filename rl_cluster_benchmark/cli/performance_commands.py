@@ -136,7 +136,7 @@ def _config(args: argparse.Namespace) -> Any:
 
 
 def _given_keys(args: argparse.Namespace) -> set[str]:
-    """The config keys that the command line sets."""
+    """Return the config keys that the command line sets."""
     from rl_cluster_benchmark.config.config_files import home_of, parse_assignment
 
     flags = {key for flag, (key, _, _) in FLAGS.items() if getattr(args, attribute(flag)) is not None}

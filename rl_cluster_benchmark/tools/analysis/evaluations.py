@@ -80,7 +80,7 @@ class Evaluations:
 
 
 def load_evaluations(path: Path, config: Config, summary: Summary) -> Evaluations:
-    """Of several on the same levels, one that names its checkpoint, then the one with most episodes."""
+    """Return one evaluation for each kind of levels: one that names its checkpoint, then the one with most episodes."""
     last = last_checkpoint(path, config, summary)
     found: dict[str, Evaluation] = {}
     left_out: list[tuple[Path, str]] = []

@@ -82,7 +82,7 @@ def is_inside(root: Path, file: Path) -> bool:
 def read_inside(
     root: Path, file: Path, limit: int = MAX_FILE, too_large: str = "not written by this program"
 ) -> bytes | None:
-    """A file of the run, or None where there is none; one that is too large or leads outside is an error."""
+    """Return the content of a run's file, None if there is none; raise if it is too large or leads outside."""
     try:
         if not os.path.lexists(file):
             return None
@@ -155,7 +155,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def summary_of(series: Series, state: Literal["interrupted"]) -> Summary:
-    """What the log alone tells about a run that has not written its summary, or not its last one."""
+    """Return what the log alone tells about a run that has not written its summary, or not its last one."""
     if not len(series["step"]):
         return Summary(
             state=state, total_timesteps=0, total_updates=0, duration_hours=0, avg_fps=0, final_fps=0, peak_memory_gb=0

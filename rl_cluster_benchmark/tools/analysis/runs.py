@@ -83,7 +83,7 @@ class LeftOut:
 
 
 def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[RunRecord], list[LeftOut]]:
-    """The runs in these directories (or in those below them), and what was left out, with the reason."""
+    """Return the runs in these directories or below them, and what was left out, with the reason."""
     runs: list[RunRecord] = []
     left_out: list[LeftOut] = []
     known: dict[object, Path] = {}
@@ -126,7 +126,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """Directories that look like a run, in order of their names; links are not followed."""
+    """Yield the directories that look like a run, in order of their names; links are not followed."""
     yield from itertools.islice(_walk(root, depth), MAX_RUNS)
 
 
@@ -178,7 +178,7 @@ def _load_run(path: Path) -> RunRecord:
 
 
 def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
-    """The log ends where the summary says that the run did, or at most an interval of logging before."""
+    """Say so if the log does not end where the summary says that the run did, but for an interval of logging."""
     missing = summary.total_updates - last_logged
     if last_logged and missing >= config.training.log_interval:
         ends = f"its log ends at update {last_logged:,.0f}, its summary at {summary.total_updates:,.0f}"
@@ -187,7 +187,7 @@ def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
 
 
 def is_running(path: Path) -> bool:
-    """Does a process hold the run's lock? A shared lock, tried for a moment, tells."""
+    """Return whether a process holds the run's lock; a shared lock is tried for a moment to find out."""
     try:
         lock = os.open(path / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

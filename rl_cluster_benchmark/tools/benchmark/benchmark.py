@@ -57,7 +57,7 @@ def plan(directory: Path, matrix: Matrix | None, *, resume: bool, overwrite: boo
 def benchmark(
     directory: Path, matrix: Matrix | None, signals: Signals, *, resume: bool, overwrite: bool, keep_partial: bool
 ) -> int:
-    """Work on every cell that is not done, then report; returns the exit status."""
+    """Work on every cell that is not done, then report; return the exit status."""
     _check_can_resume(directory, matrix)
     with _locked(directory):
         matrix = _prepare(directory, matrix, resume=resume, overwrite=overwrite)
@@ -74,7 +74,7 @@ def one_cell(
     directory: Path, matrix: Matrix | None, signals: Signals, only: str, *, resume: bool, overwrite: bool,
     keep_partial: bool,
 ) -> int:  # fmt: skip
-    """Work on one cell, beside jobs that work on others; returns the exit status."""
+    """Work on one cell, beside jobs that work on others; return the exit status."""
     _check_can_resume(directory, matrix)
     if not (directory / matrices.FILE).is_file() or not (resume or overwrite):
         with _locked(directory, patience=SECONDS_FOR_THE_PLAN):
@@ -100,7 +100,7 @@ def one_cell(
 
 
 def _check_can_resume(directory: Path, matrix: Matrix | None) -> None:
-    """Before anything is made: a mistyped --output-dir leaves no directory behind."""
+    """Refuse a directory without a benchmark before anything is made: it may be mistyped."""
     if matrix is None and not (directory / matrices.FILE).is_file():
         raise UserError(f"There is no benchmark in {directory} to resume.")
 
@@ -187,7 +187,7 @@ def _look_at_all(directory: Path, matrix: Matrix) -> list[CellProgress]:
 
 
 def _work(directory: Path, cells: Sequence[CellProgress], matrix: Matrix, signals: Signals, keep_partial: bool) -> int:
-    """Work on these cells, one after the other; returns the exit status."""
+    """Work on these cells, one after the other; return the exit status."""
     (directory / CELLS).mkdir(parents=True, exist_ok=True)
     board = Board(cells, matrix)
     for progress in cells:
@@ -208,7 +208,7 @@ def _name_failed(cells: Sequence[CellProgress]) -> None:
 
 
 def report(directory: Path, cells: Sequence[CellProgress]) -> None:
-    """The table on the screen; the page, its Markdown and the figures in files."""
+    """Print the table, and write the page, its Markdown and the figures."""
     runs, left_out = load_runs([progress.directory for progress in cells if progress.state == "done"])
     left_out += [LeftOut(p.directory, p.reason or p.state) for p in cells if p.state != "done"]
     if not runs:
@@ -257,7 +257,7 @@ Check = Callable[[Sequence[str]], object]
 
 
 def check_cells(matrix: Matrix, check: Check) -> None:
-    """Every cell's config is built before anything starts: a mistake is found now, not after hours."""
+    """Build every cell's config before anything starts: a mistake is found now, not after hours."""
     for cell in matrix.cells():
         try:
             check(cell.arguments)

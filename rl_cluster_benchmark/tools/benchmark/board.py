@@ -67,7 +67,7 @@ class Board:
         return ", ".join(parts)
 
     def seconds_left(self) -> float | None:
-        """From what cells of the same variant took, else from what any took; None while nothing is known."""
+        """Estimate the time left from cells of the same variant, else from any; None if nothing is known."""
         left = 0.0
         for progress in self.cells:
             if progress.state in ("done", "failed"):

@@ -37,7 +37,7 @@ SECONDS_BEYOND = 30.0  # cluster.join_timeout, until a store that does not answe
 
 @dataclass(frozen=True)
 class Link:
-    """From the head to a machine and back."""
+    """The connection from the head to a machine and back."""
 
     skew: float  # seconds that its clock is ahead of the head's
     round_trip: float  # seconds; half of it is how wrong `skew` may be
@@ -89,7 +89,7 @@ class Measurements:
 
 
 def measure(config: Config, placement: Placement, signals: Signals) -> Measurements | None:
-    """The head returns what all have measured, the others None."""
+    """Measure, together with the other machines; return what all have measured on the head, None on the others."""
     limit = config.cluster.join_timeout + SECONDS_BEYOND
     with limited(limit, "The head's store did not answer any more."):
         store, prefix, rank, nodes = gather(config, placement, signals)
@@ -130,7 +130,7 @@ def measure(config: Config, placement: Placement, signals: Signals) -> Measureme
 
 
 def training_passes(config: Config, seconds: float) -> list[float]:
-    """Seconds of each forward and backward pass of 64 frames on one core, as a worker computes them."""
+    """Return the seconds of each forward and backward pass of 64 frames on one core, as a worker computes them."""
     plan = planning.compiled(config, planning.plan(config))
     torch.manual_seed(0)
     precision = process.dtype(plan.precision)
@@ -149,7 +149,7 @@ def training_passes(config: Config, seconds: float) -> list[float]:
 
 
 def _links(rank: int, num_nodes: int) -> list[Link | None]:
-    """The head asks one machine after the other; each answers with its clock, then with as much as it gets."""
+    """Measure the head's links one after the other; a machine answers with its clock, then with what it gets."""
     if rank == 0:
         return [None, *(_ask(other) for other in range(1, num_nodes))]
     clock, load = torch.zeros(1, dtype=torch.float64), torch.zeros(GRADIENT)
@@ -190,7 +190,7 @@ def _sums(leaders: MachineLinks) -> Sums:
 
 
 def _median_seconds(leaders: MachineLinks, tensor: torch.Tensor) -> float:
-    """As many sums as the head finds time for."""
+    """Return the median time of as many sums as the head finds time for."""
     for _ in range(WARM_UP):
         start = time.perf_counter()
         leaders.sum(tensor)

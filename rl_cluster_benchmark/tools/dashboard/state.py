@@ -52,7 +52,7 @@ class Directory:
             }
 
     def series(self, name: str) -> dict[str, Any] | None:
-        """The curves of one run, by the name that `snapshot` gives it."""
+        """Return the curves of one run, by the name that `snapshot` gives it."""
         with self._lock:
             path = next((path for path in find_runs(self.root) if self._name(path) == name), None)
             run = self._load(path) if path is not None else None
@@ -73,7 +73,7 @@ class Directory:
         return finite(curves)
 
     def _describe(self, path: Path) -> dict[str, Any]:
-        """What is shown of a run; whatever is wrong with one of them, the others are shown."""
+        """Return what is shown of a run; whatever is wrong with one of them, the others are shown."""
         name = self._name(path)
         try:
             run = self._load(path)

@@ -79,7 +79,7 @@ def evaluate_checkpoint(
     video: str | None,
     render: bool,
 ) -> int:
-    """`rlcb evaluate`: print the results of a checkpoint; returns the exit status."""
+    """Print the results of a checkpoint (`rlcb evaluate`); return the exit status."""
     if at_random and deterministic:
         raise UserError("--random and --deterministic exclude each other: a random policy has no likeliest action.")
     screen = open_screen(video, render)
@@ -174,7 +174,7 @@ def evaluate(
     seed: int = 0,
     screen: Screen | None = None,
 ) -> Result:
-    """The agent of a checkpoint's state, or with None a policy that picks actions at random."""
+    """Play with the agent of a checkpoint's state, or with None with a policy that picks actions at random."""
     plan = _plan(config)
     num_envs = min(num_episodes, MAX_ENVS)
     env_config = config.env.model_copy(update={"seed": seed})
@@ -208,7 +208,7 @@ def evaluate(
 
 
 def _plan(config: Config) -> planning.Plan:
-    """Where the network is there in C, one thread of it acts faster than a few of torch's."""
+    """Return one thread for a network in C, which then acts faster than with a few of torch's."""
     on_one_thread = configs.with_changes(config, {"hardware.num_threads": 1}, source="evaluation")
     plan = planning.compiled(config, planning.plan(on_one_thread))
     return plan if plan.engine == "native" else planning.compiled(config, planning.plan(config))
@@ -241,7 +241,7 @@ def play(
     deterministic: bool,
     screen: Screen | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """(rewards, lengths) of exactly `num_episodes` episodes.
+    """Play exactly `num_episodes` episodes; return their (rewards, lengths).
 
     Each environment plays a number of episodes fixed beforehand. Taking the first that end would favour short ones.
     """
@@ -282,7 +282,7 @@ def play(
 
 
 def confidence_interval(samples: NDArray[np.float64], resamples: int = 10_000) -> tuple[float, float]:
-    """95% bootstrap interval of the mean."""
+    """Return the 95% bootstrap interval of the mean."""
     generator = np.random.default_rng(0)
     means = [generator.choice(samples, size=len(samples)).mean() for _ in range(resamples)]
     low, high = np.quantile(means, [0.025, 0.975])
@@ -354,7 +354,7 @@ def _check_fits(state: dict[str, Any], env: VectorEnv, config: Config) -> None:
 
 
 def _newest_checkpoint(algorithm: str | None) -> Path:
-    """Of the algorithm, if one is given: files are named after it."""
+    """Find the newest checkpoint, of this algorithm if one is given: files are named after it."""
     places = ("checkpoints", "runs", "benchmarks")
     pattern = f"{algorithm}_*.pt" if algorithm in ALGORITHM_NAMES else "*.pt"
     found = [file for place in places for file in Path(place).rglob(pattern) if file.is_file()]
@@ -365,7 +365,7 @@ def _newest_checkpoint(algorithm: str | None) -> Path:
 
 
 def _last_of_its_run(file: Path) -> Path:
-    """In a run the steps count: copies of its files, and those of a clock that was changed, have any date."""
+    """Return the checkpoint of this file's run that has most steps: dates of copied files say nothing."""
     folder, name = file.parent, CHECKPOINT_NAME.fullmatch(file.name)
     if name is None:
         return file

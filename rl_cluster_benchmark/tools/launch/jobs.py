@@ -56,24 +56,24 @@ class BatchSystem(Protocol):
         ...
 
     def script(self, command: Sequence[str], options: JobOptions) -> str:
-        """A job of one node that runs one command."""
+        """Return the script of a job of one node that runs one command."""
         ...
 
     def state(self, job: str) -> str | None:
-        """In the batch system's words; None when it no longer knows the job."""
+        """Return the state of a job in the batch system's words; None when it no longer knows the job."""
         ...
 
     def log_file(self, job: str, options: JobOptions) -> Path:
-        """Where the job's output goes."""
+        """Return where the job's output goes."""
         ...
 
     def status(self, job: str) -> int | None:
-        """The exit status of a job that has ended, if the batch system still knows it."""
+        """Return the exit status of a job that has ended, if the batch system still knows it."""
         ...
 
 
 def submit(system: BatchSystem, command: Sequence[str], options: JobOptions, script_file: Path) -> str:
-    """Send one command of this program (`["train", ...]`) as a job; returns the job's number."""
+    """Send one command of this program (`["train", ...]`) as a job; return the job's number."""
     return submit_script(system, system.script(command, options), script_file)
 
 
@@ -140,7 +140,7 @@ def _show_from(log: Path, position: int) -> int:
 
 
 def ask(call: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """A command of the batch system. It may be busy for a while; it may not be there."""
+    """Run a command of the batch system, which may be busy for a while, or missing."""
     try:
         return subprocess.run(call, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:

@@ -46,7 +46,7 @@ class NodeProcess(Protocol):
     name: str
 
     def poll(self) -> int | None:
-        """Its exit status once it has ended."""
+        """Return its exit status once it has ended, None until then."""
         ...
 
     def send(self, number: int) -> None:
@@ -56,7 +56,7 @@ class NodeProcess(Protocol):
     def kill(self) -> None: ...
 
     def close(self) -> None:
-        """It has ended: wait for the rest of its output."""
+        """Wait for the rest of the output of a process that has ended."""
         ...
 
 
@@ -93,7 +93,7 @@ class SshProcess(LocalProcess):
     def __init__(
         self, name: str, call: Sequence[str], lines: Lines, environ: Mapping[str, str], variables: Mapping[str, str]
     ) -> None:
-        """`variables` are for RECEIVE, in the call if there are any."""
+        """Start the call; `variables`, if there are any, are sent to RECEIVE in it."""
         self._variables = dict(variables)
         super().__init__(name, call, lines, environ)
 
@@ -109,7 +109,7 @@ class SshProcess(LocalProcess):
         self._type(b"\n".join(pieces) + b"\n\n")
 
     def send(self, number: int) -> None:
-        """Ctrl-C, typed at that terminal: its output still reaches us while it ends."""
+        """Type Ctrl-C at that terminal: its output still reaches us while it ends."""
         self._type(b"\x03")
 
     def _type(self, text: bytes) -> None:

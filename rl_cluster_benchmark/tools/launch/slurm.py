@@ -55,7 +55,7 @@ class Slurm:
         return _head(options) + f"exec srun {bash([options.python, *MODULE, *command])}\n"
 
     def distributed_script(self, command: TrainCommand, options: JobOptions) -> str:
-        """The nodes find each other through SLURM's variables. What fails is tried again in the same allocation."""
+        """Return a job whose nodes meet through SLURM's variables; what fails is tried again in the same allocation."""
         cluster = command.config.cluster
         # When a task has ended the others go on: they end themselves if they hang, and the head may have much to write.
         # A job with --export=NONE would keep its tasks from knowing the name of the launch.

@@ -117,7 +117,7 @@ def handed_on(variables: Sequence[str]) -> dict[str, str]:
 
 
 def ssh_client(extra: Sequence[str]) -> list[str]:
-    """Never a question; a dead connection is noticed within 15 seconds."""
+    """Return a call of ssh that never asks a question and notices a dead connection within 15 seconds."""
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": SECONDS_TO_CONNECT,
@@ -139,7 +139,7 @@ def options_from(
 
 
 def read_hosts(text: str) -> list[Host]:
-    """A file with a machine per line, or machines with commas between them. A machine named twice is one."""
+    """Read a file with a machine per line, or machines with commas between them. A machine named twice is one."""
     found: dict[str, Host] = {}
     for line in _host_lines(text):
         words = line.partition("#")[0].split()

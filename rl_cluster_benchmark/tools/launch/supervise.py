@@ -31,14 +31,14 @@ class Engine(Protocol):
     """Starts the nodes of one attempt, wherever they run."""
 
     def available(self, wanted: int) -> int:
-        """How many machines could take part now, at most `wanted`; raise if none of them could go on with the run."""
+        """Return how many machines could take part now, at most `wanted`; raise if none could go on with the run."""
         ...
 
     def start(self, num_nodes: int, attempt: int, lines: Lines) -> Sequence[NodeProcess]: ...
 
 
 def supervise(engine: Engine, config: Config, num_nodes: int, signals: Signals) -> int:
-    """Returns the exit status of the run."""
+    """Run all attempts; return the exit status of the run."""
     cluster, status, nodes = config.cluster, 1, num_nodes
     for attempt in range(cluster.max_restarts + 1):
         status = run_once(engine, nodes, attempt, config, signals)
@@ -60,7 +60,7 @@ def supervise(engine: Engine, config: Config, num_nodes: int, signals: Signals) 
 
 
 def run_once(engine: Engine, num_nodes: int, attempt: int, config: Config, signals: Signals) -> int:
-    """0 if all nodes ended well, 2 if one refused its input, else the worst status."""
+    """Run one attempt; return 0 if all nodes ended well, 2 if one refused its input, else the worst status."""
     lines: Lines = queue.SimpleQueue()
     nodes = engine.start(num_nodes, attempt, lines)
     try:

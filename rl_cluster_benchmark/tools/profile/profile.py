@@ -50,7 +50,7 @@ class ProfileSettings:
 
 
 def profile(config: Config, settings: ProfileSettings, signals: Signals) -> int:
-    """Measure, print, write; returns the exit status."""
+    """Measure, print, write; return the exit status."""
     config = _measured(config)
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class WatchedRun:
         self.no_flame: str | None = None
 
     def follow(self) -> None:
-        """KeyboardInterrupt when somebody asks to end."""
+        """Lead the run from stage to stage; raise KeyboardInterrupt when somebody asks to end."""
         self._wait(lambda: len(self.run.lines) > 0, "make its first update")
         first = len(self.run.lines) - 1
         self._next_stage()  # MEASURE
@@ -132,7 +132,7 @@ class WatchedRun:
         return self.run_config.algorithm == "impala" and self.run_config.mode == "parallel"
 
     def _trace(self) -> None:
-        """For a whole update, if that is not too long."""
+        """Let torch's profiler record a whole update, if that is not too long."""
         start, began = len(self.run.lines), time.monotonic()
 
         def enough() -> bool:
@@ -165,7 +165,7 @@ class WatchedRun:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def end(self) -> None:
-        """In good order where it can be, for its summary."""
+        """End the run, in good order where that gives a summary."""
         os.environ.pop(FOLDER_VARIABLE, None)
         if self.run.poll() is None and self.signals.received is None and list(self.notes.glob("*.json")):
             self.run.send(signal.SIGTERM)
@@ -201,7 +201,7 @@ class WatchedRun:
         )
 
     def keep_files(self) -> None:
-        """The trace where it was asked for, the flame graph beside the rest; says where they are."""
+        """Save the trace where it was asked for, and the flame graph beside the rest; say where they are."""
         output = self.settings.output_dir
         if self.settings.trace is not None:
             merged = profile_report.merge_traces(sorted(self.notes.glob("*.trace.json")))
@@ -231,7 +231,7 @@ def _cpu_of_all() -> dict[int, float]:
 
 
 def _busy(before: Any, after: Any) -> list[float]:
-    """The share of the time that each core was not idle."""
+    """Return the share of the time that each core was not idle."""
     shares = []
     for old, new in zip(before, after, strict=True):
         total = sum(new) - sum(old) - (new.guest - old.guest) - (new.guest_nice - old.guest_nice)

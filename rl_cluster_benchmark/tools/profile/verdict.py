@@ -33,7 +33,7 @@ def judge(profile: Profile, config: Config, machine: Machine) -> Verdict:
 
 
 def _workers(profile: Profile, config: Config, machine: Machine) -> Verdict:
-    """Every process acts and learns."""
+    """Judge a run in which every process acts and learns."""
     shares = mean_shares(profile.processes)
     costs = {
         ENVIRONMENT: shares["env"],
@@ -138,7 +138,7 @@ def _more_even(config: Config) -> str:
 
 
 def _roles(profile: Profile, config: Config, machine: Machine) -> Verdict:
-    """Actors and learners: whoever waits shows that the others limit the run."""
+    """Judge a run of actors and learners: whoever waits shows that the others limit the run."""
     actors, learners = profile.of_role("actor"), profile.of_role("learner")
     acting, learning = mean_shares(actors), mean_shares(learners)
     split = f"actors: {len(actors)}, learners: {len(learners)}"

@@ -45,7 +45,7 @@ class ProjectionSettings:
 
 
 def project(config: Config, settings: ProjectionSettings, signals: Signals) -> int:
-    """Measure, project, print, write; returns the exit status."""
+    """Measure, project, print, write; return the exit status."""
     output, overwrite = settings.output_dir, settings.overwrite
     with results_folder(output, FILES, overwrite=overwrite, what="a projection") as folder:
         given = inputs.from_doctor(settings.network) if settings.network else None
@@ -132,7 +132,7 @@ def rows_of(report: dict[str, Any], network: str, strategy: str) -> list[dict[st
 
 
 def facts(report: dict[str, Any]) -> list[str]:
-    """What was measured, and so stands behind every figure."""
+    """Return in sentences what was measured, and so stands behind every figure."""
     measured = report["measured"]
     work, run, software, spread = measured["work"], measured["run"], measured["software"], report["spread"]
     seconds = work["rollout_seconds"] + work["minibatches"] * work["minibatch_seconds"]
@@ -150,7 +150,7 @@ def facts(report: dict[str, Any]) -> list[str]:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The whole answer on a screen."""
+    """Return the whole answer as it is printed."""
     out = ["", *facts(report)]
     strategies = report["strategies"]
     for network in report["networks"]:
@@ -168,7 +168,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def reach(report: dict[str, Any], network: str) -> str:
-    """How many machines each strategy is good for."""
+    """Say how many machines each strategy is good for."""
     words = []
     for strategy in report["strategies"]:
         kept = 1

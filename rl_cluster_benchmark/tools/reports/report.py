@@ -46,7 +46,7 @@ def check_replaceable(directory: Path) -> None:
 
 
 def write_report(comparison: Comparison, directory: Path, title: str) -> list[Path]:
-    """Returns the files, the page first."""
+    """Write all files of the report; return them, the page first."""
     check_replaceable(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def write_report(comparison: Comparison, directory: Path, title: str) -> list[Pa
 
 
 def html(comparison: Comparison, title: str) -> str:
-    """Every value is escaped by the template; the page allows no script but its own, and no network at all."""
+    """Return the page: the template escapes every value, and allows no script but its own and no network."""
     scripts = {"charts_js": source("charts.js"), "report_js": source("report.js")}
     page = templates().get_template("report.html")
     return page.render(
@@ -90,7 +90,7 @@ def templates() -> Environment:
 
 
 def script_json(data: object) -> Markup:
-    """JSON for a script element: nothing in it can end the element."""
+    """Return JSON for a script element: nothing in it can end the element."""
     content = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         content = content.replace(character, f"\\u{ord(character):04x}")
@@ -98,7 +98,7 @@ def script_json(data: object) -> Markup:
 
 
 def script_hashes(scripts: Sequence[str]) -> str:
-    """For the page's content security policy."""
+    """Return the hashes of these scripts for the page's content security policy."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 

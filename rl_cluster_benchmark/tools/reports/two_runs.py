@@ -64,7 +64,7 @@ def _load(flag: str, path: Path, unfinished: bool) -> RunRecord:
 
 
 def differences(one: RunRecord, other: RunRecord) -> list[str]:
-    """What the runs differ by besides the mode, in sentences."""
+    """Say what the runs differ by besides the mode."""
     found = []
     if LearningTask(one.config.env) != LearningTask(other.config.env):
         tasks = f"{LearningTask(one.config.env)} and {LearningTask(other.config.env)}"

@@ -61,7 +61,7 @@ def measure(
 
 
 def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Callable[[], bool]) -> list[list[Rate]]:
-    """The same of several groups, on the same cores: while one trains, the others are stopped.
+    """Run several groups on the same cores, one group after the other in turns, while the others are stopped.
 
     Turns are short, so that whatever else the machine does, or how fast it is just now, happens to all of them.
     """
@@ -113,10 +113,10 @@ def _go_on(runs: Sequence[TrainingProcess]) -> None:
 def _turn(
     runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable[[], bool], *, after_a_pause: bool = False
 ) -> float:
-    """Measure every run for so long, and for an update at least; returns how long it was.
+    """Measure every run for so long, and for an update at least; return how long it was.
 
     The first update is not counted, nor is the second after a pause: the first may have been made before it, and told
-    after it. KeyboardInterrupt when somebody asks to end.
+    after it. Raise KeyboardInterrupt when somebody asks to end.
     """
     skipped = 1 + after_a_pause
     before = [len(run.lines) for run in runs]
@@ -177,7 +177,7 @@ class TrainingProcess(ChildProcess):
         return False
 
     def rate(self) -> Rate:
-        """After it was told to end: wait for that, and take the figures of the time that counts."""
+        """Wait for the end of a run that was told to end; return the figures of the time that counts."""
         try:
             self.process.wait(SECONDS_TO_STOP)
         except subprocess.TimeoutExpired:
@@ -191,7 +191,7 @@ class TrainingProcess(ChildProcess):
             return sum(end[name] - start[name] for start, end in ends)
 
         def mean(name: str) -> float:
-            """Over the time that counts, of a metric that is a mean since the start of the run."""
+            """Return the mean, over the time that counts, of a metric that is a mean since the start of the run."""
             return sum(end[name] * end["time"] - start[name] * start["time"] for start, end in ends) / seconds
 
         seconds = gained("time")

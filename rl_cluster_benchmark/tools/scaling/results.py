@@ -35,22 +35,22 @@ class Round:
 
     @property
     def of_machine(self) -> float:
-        """What the workers make of what the cores give when nobody waits for anybody."""
+        """Return what the workers make of what the cores give when nobody waits for anybody."""
         return self.together.fps / self.independent_fps
 
     @property
     def independent_cpu(self) -> float:
-        """Cores that an independent run had, on average."""
+        """Return how many cores an independent run had, on average."""
         return sum(rate.busy_cores for rate in self.independents) / len(self.independents)
 
     @property
     def of_slowest(self) -> float:
-        """The same if all kept step with the slowest independent run, each doing its own share."""
+        """Return what would be kept if all kept step with the slowest independent run, each doing its own share."""
         return min(rate.fps for rate in self.independents) * len(self.independents) / self.independent_fps
 
 
 def make_rows(cases: Sequence[Case], rounds: Sequence[Sequence[Round]]) -> list[dict[str, Any]]:
-    """Of every case that has been measured, medians over its rounds. The first case has one worker."""
+    """Return a row for every case that was measured, medians over its rounds. The first case has one worker."""
     rows: list[dict[str, Any]] = []
     for case, measured in zip(cases, rounds, strict=True):
         if not measured:
@@ -123,7 +123,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """The most workers, in a sentence."""
+    """Say in a sentence what the largest number of workers has reached."""
     last = rows[-1]
     return (
         f"{last['workers']} workers are {last['speedup']:.2f} times as fast as 1; {last['workers']} independent runs "
@@ -133,7 +133,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def disturbed(rows: Sequence[dict[str, Any]]) -> str | None:
-    """A word of warning when the cores were not ours alone."""
+    """Return a warning if the cores were not ours alone, else None."""
     least = min(rows, key=lambda row: row["independent_cpu"])
     if least["independent_cpu"] >= QUIET:
         return None
@@ -144,7 +144,7 @@ def disturbed(rows: Sequence[dict[str, Any]]) -> str | None:
 
 
 def write_files(folder: Path, report: dict[str, Any]) -> None:
-    """All three, whole; a sweep that goes on replaces them."""
+    """Write all three files whole; a sweep that goes on replaces them."""
     write_json(folder / "scaling.json", report)
     flat = [{key: value for key, value in row.items() if key != "rounds"} for row in report["rows"]]
     write_atomically(folder / "scaling.csv", text.as_csv(flat).encode())
@@ -186,7 +186,7 @@ def _curves(axis: Axes, rows: list[dict[str, Any]], together: str, independent: 
 
 
 def _bars(axis: Axes, rows: list[dict[str, Any]]) -> None:
-    """Where the workers' time goes, from the last round of each."""
+    """Draw where the workers' time goes, from the last round of each."""
     places = range(len(rows))
     bottom = [0.0] * len(rows)
     for phase in rows[0]["rounds"][-1]["phase_shares"]:

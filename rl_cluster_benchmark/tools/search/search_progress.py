@@ -36,7 +36,7 @@ class SearchProgress:
             self._bar.set_postfix_str(self.status(fractions))
 
     def show(self, trials: Callable[[], Sequence[Trial]], fractions: Sequence[float]) -> None:
-        """Redraw the bar now and then."""
+        """Draw the bar again now and then."""
         if self._bar is not None and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             self.update(trials(), fractions)

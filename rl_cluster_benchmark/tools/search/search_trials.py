@@ -39,7 +39,7 @@ class TrialInHand:
         self._end: tuple[str, str | None] | None = None  # state and reason, once that is decided
 
     def look(self) -> bool:
-        """Go on with what is to be done for the trial; returns whether it has ended."""
+        """Go on with what is to be done for the trial; return whether it has ended."""
         if not self._children and self._end is None:
             if any(is_running(run) for run in self.runs.values()):
                 if not self._was_waiting:
@@ -142,7 +142,7 @@ class TrialInHand:
                 return
 
     def _finish(self) -> None:
-        """All runs have come to their end: the trial gets its score."""
+        """Give the trial its score when all its runs have come to their end."""
         last_steps = self.study.space.score.last_steps
         for name, log in self._logs.items():
             value = log.mean_return(last_steps)

@@ -32,7 +32,7 @@ class SearchSettings:
 
 
 def search(space: SearchSpace | None, settings: SearchSettings, signals: Signals) -> int:
-    """Work on the study in the directory until it has its trials or the time is over; returns the exit status."""
+    """Work on the study in the directory until it has its trials or the time is over; return the exit status."""
     require_optuna()
     if space is not None:
         check_buildable(space)

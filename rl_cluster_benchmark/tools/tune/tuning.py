@@ -37,7 +37,7 @@ class TuningSettings:
 
 
 def tune(config: Config, settings: TuningSettings, signals: Signals) -> int:
-    """Search, print, write; returns the exit status."""
+    """Search, print and write; return the exit status."""
     started = time.monotonic()
     try:
         space = make_space(config, settings, signals.check)
@@ -118,7 +118,7 @@ class TuningRun:
         }
 
     def show(self) -> None:
-        """What has been measured, if anything has."""
+        """Print and write what has been measured, if anything has."""
         tried = list(self.trials.tried.values())
         chosen = self.trials.tried[self.choice] if self.choice is not None else self.chosen
         if chosen is None:

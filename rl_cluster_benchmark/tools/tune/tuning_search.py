@@ -30,7 +30,7 @@ class Runner(Protocol):
 
 
 def search(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None], *, finals_at: float) -> None:
-    """Ends when all is done or the time is up; `finals_at` is when the final rounds begin at the latest.
+    """Try settings until all is done or the time is up; `finals_at` is when the final rounds begin at the latest.
 
     What they leave of the time goes to settings that there was no time for before.
     """
@@ -57,7 +57,7 @@ def _explore(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], No
 
 
 def _finals(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None]) -> None:
-    """The best few again, and the config as it is, in turns; in each round fewer."""
+    """Measure the best few again, and the config as it is, in turns; in each round fewer."""
     for number, size in enumerate(FINALS):
         finalists = [trial.setting for trial in fastest(trials, size)]
         if len(finalists) < 2 and number > 0:
@@ -70,13 +70,13 @@ def _finals(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], Non
 
 
 def fastest(trials: Runner, count: int) -> list[TuningTrial]:
-    """The best, and up to `count` in all that come near it."""
+    """Return the best trial, and up to `count` in all that come near it."""
     ranked = sorted((t for t in trials.tried.values() if t.rates), key=lambda trial: -trial.fps)
     return [trial for trial in ranked[:count] if trial.fps >= NEAR * ranked[0].fps]
 
 
 def choose(space: TuningSpace, tried: Sequence[TuningTrial]) -> TuningTrial | None:
-    """Of those measured most often the fastest; of equals the one that changes least."""
+    """Return the fastest of the trials measured most often; of equal ones the one that changes least."""
     measured = [trial for trial in tried if trial.rates]
     if not measured:
         return None
@@ -95,7 +95,7 @@ def _differences(setting: TuningSetting, default: TuningSetting) -> int:
 def sweep(
     space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None], chosen: TuningSetting
 ) -> dict[TuningSetting, list[float]]:
-    """The whole space once, in random order, then the best of it against the chosen one; speeds of each in that duel.
+    """Measure the whole space once in random order, then the best of it in turns with the chosen setting.
 
     The best of many noisy figures is lucky: only a comparison in turns says how much faster it is.
     """
@@ -118,6 +118,6 @@ def sweep(
 
 
 def of_best(duel: dict[TuningSetting, list[float]], chosen: TuningSetting) -> float:
-    """The chosen setting's speed as a share of the best one's, medians of the rounds of the duel."""
+    """Return the chosen setting's speed as a share of the best one's, medians of the rounds in turns."""
     speeds = {setting: median(found) for setting, found in duel.items()}
     return speeds[chosen] / max(speeds.values())
