@@ -81,12 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = args.run(args)
         sys.stdout.flush()
         return status
-    except UserError as error:
+    except (UserError, TrainingFailedError) as error:
         print(f"error: {_shown(error)}", file=sys.stderr)
-        return 2
-    except TrainingFailedError as error:
-        print(f"error: {_shown(error)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:  # the reader of our output went away: `rlcb config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

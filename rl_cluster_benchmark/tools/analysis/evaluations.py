@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from rl_cluster_benchmark.tools.analysis.run_files import (
     Amount,
     Checkpoint,
     Count,
+    LeftOut,
     Number,
     Summary,
     Text,
@@ -71,19 +71,14 @@ def how_played(found: Sequence[Evaluation]) -> tuple[str, str]:
     return str(most) if fewest == most else f"{fewest} to {most}", how
 
 
-@dataclass(frozen=True)
-class Evaluations:
-    """The evaluations that are of a run, by their levels, and (file, reason) of those, and of a clip, that are not."""
+def load_evaluations(path: Path, config: Config, summary: Summary) -> tuple[dict[str, Evaluation], list[LeftOut]]:
+    """Return the evaluations that are of a run, by their levels, and those, and a clip, that are not.
 
-    found: dict[str, Evaluation]
-    left_out: list[tuple[Path, str]]
-
-
-def load_evaluations(path: Path, config: Config, summary: Summary) -> Evaluations:
-    """Return one evaluation for each kind of levels: one that names its checkpoint, then the one with most episodes."""
+    Of several on the same levels it is one that names its checkpoint, then the one with most episodes.
+    """
     last = last_checkpoint(path, config, summary)
     found: dict[str, Evaluation] = {}
-    left_out: list[tuple[Path, str]] = []
+    left_out: list[LeftOut] = []
     for file in sorted(path.glob("eval*.json"))[:MAX_FILES]:
         try:
             evaluation = _read(path, file)
@@ -91,7 +86,7 @@ def load_evaluations(path: Path, config: Config, summary: Summary) -> Evaluation
                 continue  # another program's file
             _require_of_run(evaluation, config, summary, last)
         except UnusableRunError as error:
-            left_out.append((file, str(error)))
+            left_out.append(LeftOut(file, str(error)))
             continue
         known = found.get(evaluation.levels)
         if known is None or _rank(known) < _rank(evaluation):
@@ -99,8 +94,8 @@ def load_evaluations(path: Path, config: Config, summary: Summary) -> Evaluation
     try:
         load_clip(path, config, summary)
     except UnusableRunError as error:
-        left_out.append((path, str(error)))
-    return Evaluations(found, left_out)
+        left_out.append(LeftOut(path, str(error)))
+    return found, left_out
 
 
 def _rank(evaluation: Evaluation) -> tuple[bool, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.atomic_files import open_plain
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.text import plain
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.episodes import WINDOW
 from rl_cluster_benchmark.tools.analysis.series import MAX_NUMBER, Series, columns, read_series
@@ -29,6 +31,15 @@ RECENT = 10  # lines of the log that make up the final speed
 
 class UnusableRunError(UserError):
     """A directory that holds no run that can be read; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return plain(f"{self.path}: {self.reason}")
 
 
 class Checkpoint(BaseModel):
@@ -79,6 +90,11 @@ def is_inside(root: Path, file: Path) -> bool:
     return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(root))
 
 
+def _require_inside(root: Path, file: Path) -> None:
+    if not is_inside(root, file) or not file.is_file():
+        raise UnusableRunError(f"{file.name} leads outside the run's directory, or is no plain file")
+
+
 def read_inside(
     root: Path, file: Path, limit: int = MAX_FILE, too_large: str = "not written by this program"
 ) -> bytes | None:
@@ -86,8 +102,7 @@ def read_inside(
     try:
         if not os.path.lexists(file):
             return None
-        if not is_inside(root, file) or not file.is_file():
-            raise UnusableRunError(f"{file.name} leads outside the run's directory, or is no plain file")
+        _require_inside(root, file)
         with open_plain(file) as opened:
             content = opened.read(limit + 1)
     except OSError as error:
@@ -119,8 +134,7 @@ def load_series(path: Path, config: Config) -> Series:
     label = RunDirectory.of(config.model_copy(update={"output_dir": "."})).logs
     for file in (path / label / "metrics.jsonl", path / "metrics.jsonl"):
         if os.path.lexists(file):
-            if not is_inside(path, file) or not file.is_file():
-                raise UnusableRunError("metrics.jsonl leads outside the run's directory, or is no plain file")
+            _require_inside(path, file)
             try:
                 series = read_series(file)
             except OSError as error:

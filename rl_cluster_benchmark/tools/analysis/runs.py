@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.core.text import plain
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation, load_evaluations
 from rl_cluster_benchmark.tools.analysis.run_files import (
+    LeftOut,
     Summary,
     UnusableRunError,
     load_config,
@@ -71,15 +71,6 @@ class RunRecord:
         s = self.summary
         measured = (s.duration_hours, s.avg_fps, s.final_fps, s.peak_memory_gb)
         return (s.run_id, s.total_timesteps, s.total_updates, *measured)
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    path: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return plain(f"{self.path}: {self.reason}")
 
 
 def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[RunRecord], list[LeftOut]]:
@@ -170,11 +161,9 @@ def _load_run(path: Path) -> RunRecord:
         current = summary_of(series, "interrupted")
         state: State = "running" if running else "interrupted"
         return RunRecord(path, config, state, None if running else KILLED, current, series)
-    evaluations = load_evaluations(path, config, summary)
-    return RunRecord(
-        path, config, summary.state, summary.reason, summary, series, evaluations.found,
-        tuple(LeftOut(file, reason) for file, reason in evaluations.left_out), tuple(_doubts(config, summary, last)),
-    )  # fmt: skip
+    evaluations, left_out = load_evaluations(path, config, summary)
+    doubts = tuple(_doubts(config, summary, last))
+    return RunRecord(path, config, summary.state, summary.reason, summary, series, evaluations, tuple(left_out), doubts)
 
 
 def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:

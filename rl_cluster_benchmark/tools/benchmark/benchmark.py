@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.output_files import cannot_write_to
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.run.directory import lock_file
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
@@ -135,7 +136,7 @@ def _prepare(
     try:
         (directory / CELLS).mkdir(exist_ok=True)
     except OSError as error:
-        raise UserError(f"Cannot write to {directory} ({error.strerror}); choose another --output-dir.") from None
+        raise cannot_write_to(directory, error) from None
     matrices.save(matrix, directory)
     return matrix
 
@@ -235,7 +236,7 @@ def _locked(directory: Path, *, shared: bool = False, patience: float = 0.0) -> 
         lock = lock_file(path, shared=shared, patience=patience)
         others = lock_file(path, shared=True) if lock is None and not shared else None
     except OSError as error:
-        raise UserError(f"Cannot write to {directory} ({error.strerror}); choose another --output-dir.") from None
+        raise cannot_write_to(directory, error) from None
     if others is not None:
         os.close(others)
         raise UserError(

@@ -40,14 +40,10 @@ class CellProgress:
 
 def look_at(cell: Cell, directory: Path, matrix: Matrix) -> CellProgress:
     """Return what an earlier call has left of the cell; only what is complete counts."""
-    progress = CellProgress(cell, directory)
-    try:
-        run = load_run(directory)
-    except UnusableRunError:
-        return progress
-    if run.state == "finished" and not _missing_levels(run, matrix):
-        return CellProgress(cell, directory, "done", None, run, _seconds_taken(run))
-    return progress
+    run = _finished(directory)
+    if run is None or _missing_levels(run, matrix):
+        return CellProgress(cell, directory)
+    return CellProgress(cell, directory, "done", None, run, _seconds_taken(run))
 
 
 def _seconds_taken(run: RunRecord) -> float:

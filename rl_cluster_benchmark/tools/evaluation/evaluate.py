@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +16,7 @@ from tqdm import tqdm
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import Config, EnvConfig
-from rl_cluster_benchmark.core.atomic_files import as_json, open_plain
+from rl_cluster_benchmark.core.atomic_files import as_json, read_object
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.output_files import check_output, write_output
 from rl_cluster_benchmark.core.seeding import stream
@@ -155,12 +153,7 @@ def _origin(path: Path, digest: str | None, state: dict[str, Any], config: Confi
 
 def _check_json(file: Path) -> None:
     """Refuse, before any episode is played, an existing file that is no evaluation."""
-    if not file.is_file():
-        return
-    found = None
-    with contextlib.suppress(OSError, ValueError, RecursionError), open_plain(file) as opened:
-        found = json.loads(opened.read(1_000_000))
-    if not isinstance(found, dict) or "mean_reward" not in found:
+    if file.is_file() and "mean_reward" not in (read_object(file) or {}):
         raise UserError(f"--json {file}: there is a file already that is no evaluation; choose another name.")
 
 

@@ -153,6 +153,18 @@ def bash(words: Sequence[str]) -> str:
     return shlex.join(map(str, words))
 
 
+def job_head(mark: str, directives: Sequence[str], options: JobOptions, log: Path | None = None) -> str:
+    """Return the beginning of a job script: its directives behind this mark, directory, output and environment."""
+    lines = ["#!/bin/bash", *(f"{mark} {directive}" for directive in directives), ""]
+    lines.append(f"cd {bash([options.directory])} || exit 2")
+    if log is not None:
+        lines.append(f"exec >>{bash([str(log)])} 2>&1 || exit 2")
+    lines.append("export PYTHONUNBUFFERED=1 RLCB_PROGRESS=lines")
+    if options.activate:
+        lines.append(f"{options.activate} || exit 2")
+    return "\n".join(lines) + "\n"
+
+
 def clock(seconds: int) -> str:
     """Write a time limit in the one form that SLURM and PBS read alike."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

@@ -16,7 +16,7 @@ from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, is_own
+from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, cannot_write_to, is_own
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.verdicts import headline
 from rl_cluster_benchmark.tools.reports import report_data, tables
@@ -51,7 +51,7 @@ def write_report(comparison: Comparison, directory: Path, title: str) -> list[Pa
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"Cannot write to {directory} ({error.strerror}); choose another --output-dir.") from None
+        raise cannot_write_to(directory, error) from None
     contents = {
         "report.html": html(comparison, title),
         "report.md": markdown(comparison, title),
