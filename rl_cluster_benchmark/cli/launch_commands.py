@@ -13,6 +13,7 @@ from rl_cluster_benchmark.tools.launch import names
 if TYPE_CHECKING:
     from rl_cluster_benchmark.tools.launch.command import TrainCommand
     from rl_cluster_benchmark.tools.launch.jobs import JobOptions
+    from rl_cluster_benchmark.tools.launch.ssh import SshOptions
 
 DESCRIPTION = """\
 Start `rlcb train --mode distributed` on several machines. When a machine is lost the run starts again from its last
@@ -146,17 +147,19 @@ def _local(args: argparse.Namespace) -> int:
     return local.launch(_command(args, args.nodes), args.nodes, start_signals())
 
 
+def ssh_options(args: argparse.Namespace, hosts: str) -> SshOptions:
+    """Return what add_remote_arguments and add_ssh_option have read, for these hosts."""
+    from rl_cluster_benchmark.tools.launch import ssh
+    from rl_cluster_benchmark.tools.launch.command import interpreter
+
+    client, directory = ssh.ssh_client(args.ssh_option), args.directory or os.getcwd()
+    return ssh.SshOptions(ssh.read_hosts(hosts), client, directory, interpreter(args.python), args.activate, args.env)
+
+
 def _ssh(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.launch import ssh
 
-    options = ssh.options_from(
-        args.hosts,
-        python=args.python,
-        directory=args.directory,
-        activate=args.activate,
-        variables=args.env,
-        ssh_options=args.ssh_option,
-    )
+    options = ssh_options(args, args.hosts)
     return ssh.launch(_command(args, len(options.hosts)), options, start_signals())
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
@@ -64,6 +64,25 @@ class RunRecord:
     @property
     def seed(self) -> int:
         return self.config.env.seed
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what does not go together in its files, and which evaluations are not of it."""
+        return [*self.doubts, *(f"{item.path.name}: {item.reason}" for item in self.left_out)]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what lists of runs tell of each."""
+        return {
+            "algorithm": self.algorithm,
+            "mode": self.mode,
+            "seed": self.seed,
+            "steps": self.summary.total_timesteps,
+            "seconds": self.summary.duration_hours * 3600,
+            "state": self.state,
+            "reason": self.reason,
+            "notes": self.notes,
+        }
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.runs import LeftOut, is_run, load_runs
 from rl_cluster_benchmark.tools.benchmark import matrix as matrices
 from rl_cluster_benchmark.tools.benchmark import removal
-from rl_cluster_benchmark.tools.benchmark.board import Board
+from rl_cluster_benchmark.tools.benchmark.cell_table import CellTable
 from rl_cluster_benchmark.tools.benchmark.cells import CellProgress, look_at, work_on
 from rl_cluster_benchmark.tools.benchmark.matrix import Matrix
 from rl_cluster_benchmark.tools.reports.report import check_replaceable, write_report
@@ -190,12 +190,12 @@ def _look_at_all(directory: Path, matrix: Matrix) -> list[CellProgress]:
 def _work(directory: Path, cells: Sequence[CellProgress], matrix: Matrix, signals: Signals, keep_partial: bool) -> int:
     """Work on these cells, one after the other; return the exit status."""
     (directory / CELLS).mkdir(parents=True, exist_ok=True)
-    board = Board(cells, matrix)
+    table = CellTable(cells, matrix)
     for progress in cells:
         if progress.state != "done" and signals.received is None:
-            board.begin()
-            work_on(progress, matrix, signals, board.show, keep_partial)
-    board.end()
+            table.begin()
+            work_on(progress, matrix, signals, table.show, keep_partial)
+    table.end()
     if signals.received is not None:
         print(f"Interrupted. To go on: rlcb benchmark --resume --output-dir {shlex.quote(str(directory))}")
         return 128 + signals.received

@@ -1,6 +1,6 @@
 """On every machine at once: meet as a run would, and measure clocks, links, sums and one core's speed.
 
-The sums are those of a run (`execution/leaders.py`), of a gradient of the IMPALA-CNN. Each has a time limit.
+The sums are those of a run (machine_links.py), of a gradient of the IMPALA-CNN. Each has a time limit.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ def measure(config: Config, placement: Placement, signals: Signals) -> Measureme
     speed = [statistics.median(passes), statistics.pstdev(passes) / statistics.mean(passes)]
     if len(nodes) == 1:
         return Measurements([_member(nodes[0], pythons[0], None, speed)], None)
-    leaders = MachineLinks(seat)
+    machine_links = MachineLinks(seat)
     try:
         links = _links(rank, len(nodes))
-        sums = _sums(leaders)
-        speeds = leaders.gather(torch.tensor([speed]))
+        sums = _sums(machine_links)
+        speeds = machine_links.gather(torch.tensor([speed]))
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError as error:  # in Gloo's own words
@@ -182,25 +182,25 @@ def _ask(other: int) -> Link:
     return Link(skew, round_trip, 2 * load.nbytes / max(min(echoes) - round_trip, 1e-9))
 
 
-def _sums(leaders: MachineLinks) -> Sums:
+def _sums(machine_links: MachineLinks) -> Sums:
     gradient, numbers = torch.zeros(GRADIENT), torch.zeros(NUMBERS, dtype=torch.float64)
-    small, plain = (_median_seconds(leaders, tensor) for tensor in (numbers, gradient))
-    leaders.seat = replace(leaders.seat, compression="bfloat16")
-    return Sums(leaders.seat.num_nodes, gradient.nbytes, small, plain, _median_seconds(leaders, gradient))
+    small, plain = (_median_seconds(machine_links, tensor) for tensor in (numbers, gradient))
+    machine_links.seat = replace(machine_links.seat, compression="bfloat16")
+    return Sums(machine_links.seat.num_nodes, gradient.nbytes, small, plain, _median_seconds(machine_links, gradient))
 
 
-def _median_seconds(leaders: MachineLinks, tensor: torch.Tensor) -> float:
+def _median_seconds(machine_links: MachineLinks, tensor: torch.Tensor) -> float:
     """Return the median time of as many sums as the head finds time for."""
     for _ in range(WARM_UP):
         start = time.perf_counter()
-        leaders.sum(tensor)
+        machine_links.sum(tensor)
         last = time.perf_counter() - start
     count = torch.tensor([min(MOST_SUMS, 2 + int(SECONDS_OF_SUMS / last))])
     dist.broadcast(count, src=0)
     times = []
     for _ in range(int(count)):
         start = time.perf_counter()
-        leaders.sum(tensor)
+        machine_links.sum(tensor)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 

@@ -93,17 +93,10 @@ class Directory:
         is_live = run.state == "running"
         return {
             "name": name,
-            "state": run.state,
-            "reason": run.reason,
-            "notes": [*run.doubts, *(f"{item.path.name}: {item.reason}" for item in run.left_out)],
-            "algorithm": run.algorithm,
-            "mode": run.mode,
             "game": run.game,
-            "seed": run.seed,
-            "steps": summary.total_timesteps,
+            **run.facts,
             "fps": summary.final_fps if is_live else summary.avg_fps,
             "reward": summary.final_reward,
-            "seconds": seconds,
             "fraction": fraction,
             "seconds_left": seconds / fraction * (1 - fraction) if is_live and fraction > 0 else None,
             "memory_gb": summary.peak_memory_gb,

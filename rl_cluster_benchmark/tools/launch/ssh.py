@@ -15,7 +15,7 @@ from pathlib import Path
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.tools.launch import names
-from rl_cluster_benchmark.tools.launch.command import TrainCommand, interpreter
+from rl_cluster_benchmark.tools.launch.command import TrainCommand
 from rl_cluster_benchmark.tools.launch.launch_processes import RECEIVE, Lines, NodeProcess, SshProcess
 from rl_cluster_benchmark.tools.launch.supervise import NO_OTHER_HEAD, supervise
 
@@ -127,15 +127,6 @@ def ssh_client(extra: Sequence[str]) -> list[str]:
     }
     options = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
     return ["ssh", *(word for option in extra for word in ("-o", option)), *options]
-
-
-def options_from(
-    hosts: str, *, python: str | None, directory: str | None, activate: str | None, variables: Sequence[str],
-    ssh_options: Sequence[str],
-) -> SshOptions:  # fmt: skip
-    return SshOptions(
-        read_hosts(hosts), ssh_client(ssh_options), directory or os.getcwd(), interpreter(python), activate, variables
-    )
 
 
 def read_hosts(text: str) -> list[Host]:

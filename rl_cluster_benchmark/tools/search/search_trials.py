@@ -1,4 +1,4 @@
-"""One trial in hand: its runs train side by side, are judged together at every rung, and end together."""
+"""One running trial: its runs train side by side, are judged together at every rung, and end together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_cluster_benchmark.tools.search.study import SETTINGS, Study, TrialClaim
 SECONDS_BETWEEN_READINGS = 1.0
 
 
-class TrialInHand:
+class RunningTrial:
     """A claimed trial. `look` is called again and again until it returns True: then the trial has ended and is saved.
 
     `shares` are the cores of each of its runs; None leaves the cores to the system.

@@ -15,7 +15,7 @@ from rl_cluster_benchmark.tools.search import search_report
 from rl_cluster_benchmark.tools.search.sampling import require_optuna, suggest
 from rl_cluster_benchmark.tools.search.search_progress import SearchProgress
 from rl_cluster_benchmark.tools.search.search_space import SearchSpace
-from rl_cluster_benchmark.tools.search.search_trials import TrialInHand
+from rl_cluster_benchmark.tools.search.search_trials import RunningTrial
 from rl_cluster_benchmark.tools.search.study import Study
 
 SECONDS_BETWEEN_LOOKS = 0.25
@@ -93,7 +93,7 @@ class SearchRun:
         runs = len(study.space.runs())
         shares = core_shares(settings.jobs * runs)
         self._free = [shares[job * runs : (job + 1) * runs] for job in range(settings.jobs)]
-        self.in_hand: list[TrialInHand] = []
+        self.running: list[RunningTrial] = []
         self._failures: list[str] = []  # of this call
         self.failed_at_the_start: str | None = None
 
@@ -101,25 +101,25 @@ class SearchRun:
         """Train trials until there are enough, the time is over, the first ones all fail, or somebody asks to end."""
         while self.signals.received is None and self.failed_at_the_start is None:
             self._begin_trials()
-            if not self.in_hand:
+            if not self.running:
                 return
-            for hand in list(self.in_hand):
-                if self.signals.received is None and hand.look():
-                    self._ended(hand)
-            self.progress.show(self.study.trials, [hand.fraction() for hand in self.in_hand])
+            for trial in list(self.running):
+                if self.signals.received is None and trial.look():
+                    self._ended(trial)
+            self.progress.show(self.study.trials, [trial.fraction() for trial in self.running])
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def end(self) -> None:
-        """End what is in hand, in good order; these trials are trained anew by whoever takes them next."""
-        for hand in self.in_hand:
-            hand.ask_to_end()
+        """End what is running, in good order; these trials are trained anew by whoever takes them next."""
+        for trial in self.running:
+            trial.ask_to_end()
         try:
-            while not all(hand.has_ended() for hand in self.in_hand):
+            while not all(trial.has_ended() for trial in self.running):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
         finally:
-            for hand in self.in_hand:
-                hand.kill()
-                hand.claim.release()
+            for trial in self.running:
+                trial.kill()
+                trial.claim.release()
             self.progress.close()
 
     def _begin_trials(self) -> None:
@@ -129,19 +129,19 @@ class SearchRun:
                 return
             again = ", which was left unfinished, anew" if claim.was_left else ""
             self.progress.say(f"Trial {claim.trial.number}{again}: {search_report.settings_of(claim.trial)}")
-            self.in_hand.append(TrialInHand(self.study, claim, self._free.pop(), self.progress.say))
+            self.running.append(RunningTrial(self.study, claim, self._free.pop(), self.progress.say))
 
-    def _ended(self, hand: TrialInHand) -> None:
-        self.in_hand.remove(hand)
-        self._free.append(list(hand.shares))
-        hand.claim.release()
+    def _ended(self, ended: RunningTrial) -> None:
+        self.running.remove(ended)
+        self._free.append(list(ended.shares))
+        ended.claim.release()
         trials = self.study.trials()
-        self.progress.say(search_report.sentence(hand.trial, self.study.space))
+        self.progress.say(search_report.sentence(ended.trial, self.study.space))
         self.progress.update(trials)
         with self.study.locked():
             search_report.write_tables(self.study)
-        if hand.trial.state == "failed":
-            self._failures.append(hand.trial.reason or "")
+        if ended.trial.state == "failed":
+            self._failures.append(ended.trial.reason or "")
         some_worked = any(trial.state in ("complete", "pruned") for trial in trials)
         if len(self._failures) >= FAILURES_AT_THE_START and not some_worked:
             self.failed_at_the_start = self._failures[-1]

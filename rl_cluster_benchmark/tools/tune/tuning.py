@@ -110,11 +110,11 @@ class TuningRun:
             f"\nThe search chose: {tuning_report.name(self.choice)}. Now all {count} settings, to check it:", flush=True
         )
         self.trials.deadline = math.inf
-        duel = sweep(self.space, self.trials, self._say, self.choice)
-        share = of_best(duel, self.choice)
+        in_turns = sweep(self.space, self.trials, self._say, self.choice)
+        share = of_best(in_turns, self.choice)
         self.checked |= {
             "choice_of_best": share,
-            "duel": {tuning_report.name(setting): speeds for setting, speeds in duel.items()},
+            "duel": {tuning_report.name(setting): speeds for setting, speeds in in_turns.items()},
         }
 
     def show(self) -> None:

@@ -56,7 +56,7 @@ def result_table(space: TuningSpace, tried: Sequence[TuningTrial], chosen: Tunin
     for place, trial in enumerate(sorted(tried, key=lambda trial: -trial.fps)[:ROWS], start=1):
         setting, layout = trial.setting, trial.setting.layout
         last = _lag(trial) if is_impala else NOTHING if setting.balance is None else f"{setting.balance:g}"
-        crew = f"{layout.workers}+{layout.learners}" if layout.learners else str(layout.workers)
+        who_works = f"{layout.workers}+{layout.learners}" if layout.learners else str(layout.workers)
         marks = [
             "chosen" if setting == chosen else "",
             "as it is" if setting == space.default else "",
@@ -70,8 +70,8 @@ def result_table(space: TuningSpace, tried: Sequence[TuningTrial], chosen: Tunin
                 f"{trial.spread:.1%}" if len(trial.rates) > 1 else NOTHING,
                 str(len(trial.rates)),
                 f"{trial.fps / own:.2f}" if own and trial.rates else NOTHING,
-                crew, str(layout.threads), f"{layout.num_envs / layout.workers:g}", setting.precision, setting.engine,
-                str(setting.micro_batch), last, ", ".join(filter(None, marks)),
+                who_works, str(layout.threads), f"{layout.num_envs / layout.workers:g}", setting.precision,
+                setting.engine, str(setting.micro_batch), last, ", ".join(filter(None, marks)),
             ]
         )  # fmt: skip
     return table([*head, ""], rows)

@@ -18,7 +18,7 @@ NEAR = 0.85  # of the best one's speed: what is slower is not looked at again
 WIDTHS = (1, 2, 3)  # of the best so far, whose neighbours are tried
 FINALS = (5, 4, 3, 2)  # how many of the best take part in each further round
 ALIKE = 0.01  # settings that differ by less are equal: the one nearest to the config is taken
-DUEL_ROUNDS, RIVALS = 3, 2
+ROUNDS_IN_TURNS, RIVALS = 3, 2
 
 
 class Runner(Protocol):
@@ -110,14 +110,14 @@ def sweep(
 
     swept = {setting: speed(setting) for setting in order}
     rivals = sorted((s for s in swept if s != chosen), key=lambda s: -swept[s])[:RIVALS]
-    duel: dict[TuningSetting, list[float]] = {setting: [] for setting in (chosen, *rivals)}
-    for number in range(DUEL_ROUNDS):
-        for setting in duel if number % 2 == 0 else reversed(duel):
-            duel[setting].append(speed(setting))
-    return duel
+    in_turns: dict[TuningSetting, list[float]] = {setting: [] for setting in (chosen, *rivals)}
+    for number in range(ROUNDS_IN_TURNS):
+        for setting in in_turns if number % 2 == 0 else reversed(in_turns):
+            in_turns[setting].append(speed(setting))
+    return in_turns
 
 
-def of_best(duel: dict[TuningSetting, list[float]], chosen: TuningSetting) -> float:
+def of_best(in_turns: dict[TuningSetting, list[float]], chosen: TuningSetting) -> float:
     """Return the chosen setting's speed as a share of the best one's, medians of the rounds in turns."""
-    speeds = {setting: median(found) for setting, found in duel.items()}
+    speeds = {setting: median(found) for setting, found in in_turns.items()}
     return speeds[chosen] / max(speeds.values())
