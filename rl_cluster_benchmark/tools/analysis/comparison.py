@@ -30,6 +30,8 @@ SEEDS_FOR_A_WINNER = 3  # with two, a bootstrap names a winner among equals in 8
 
 @dataclass(frozen=True)
 class Comparison:
+    """Groups of runs that are compared on the tasks that they have learned."""
+
     groups: list[Group]
     left_out: list[LeftOut]
     thresholds: dict[LearningTask, float | None]  # a reward; None where no episode has ended in some run

@@ -21,6 +21,8 @@ REWARD = "charts/episodic_return"
 
 @dataclass(frozen=True)
 class Curve:
+    """A metric over steps or time: the mean over seeds, the lowest and the highest."""
+
     x: Array
     mean: Array
     low: Array

@@ -72,6 +72,8 @@ class LearningTask:
 
 @dataclass(frozen=True)
 class Group:
+    """Runs of one variant on one task that differ by their seeds alone."""
+
     variant: str
     task: LearningTask
     runs: tuple[RunRecord, ...]  # in order of their seeds, each seed once

@@ -35,6 +35,8 @@ class UnusableRunError(UserError):
 
 @dataclass(frozen=True)
 class LeftOut:
+    """A directory or a file that is left out of a comparison, and why."""
+
     path: Path
     reason: str
 

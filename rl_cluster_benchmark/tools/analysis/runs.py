@@ -39,6 +39,8 @@ KILLED = "it ended without a summary: killed, or the machine went down"
 
 @dataclass(frozen=True)
 class RunRecord:
+    """A run, as its files tell of it."""
+
     path: Path
     config: Config
     state: State

@@ -45,6 +45,25 @@ def read_points(path: Path) -> list[dict[str, float]]:
     return points
 
 
+class GrowingLog:
+    """The metrics.jsonl of a run that is going on, read as far as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read_so_far = 0
+
+    def new_lines(self) -> list[dict[str, float]]:
+        """Return the lines that were written since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._read_so_far)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:  # its first line is still to come
+            return []
+        self._read_so_far += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
 def columns(points: list[dict[str, float]]) -> Series:
     names = list(dict.fromkeys([*KEYS, *(name for point in points for name in point)]))[:MAX_METRICS]
     return {name: np.array([point.get(name, math.nan) for point in points], dtype=np.float64) for name in names}

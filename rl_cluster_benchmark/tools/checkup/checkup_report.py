@@ -44,6 +44,8 @@ class CheckedMachine:
 
 @dataclass(frozen=True)
 class Checkup:
+    """All machines that were looked at, and what they measured together."""
+
     machines: Sequence[CheckedMachine]
     sums: Sums | None = None
     errors: Mapping[str, str] = field(default_factory=dict)  # of machines that did not come to the measurement

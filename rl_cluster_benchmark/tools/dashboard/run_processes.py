@@ -14,7 +14,7 @@ SECONDS_BETWEEN_READINGS = 1.0  # of CPU use: the kernel counts it in hundredths
 
 
 class Processes:
-    """Keeps what it has seen: CPU use is measured from one reading to the next, whoever asks in between."""
+    """The processes of runs; their CPU use is measured from one reading to the next, whoever asks in between."""
 
     def __init__(self) -> None:
         self._seen: dict[int, psutil.Process] = {}

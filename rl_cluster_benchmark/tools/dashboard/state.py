@@ -26,7 +26,7 @@ WATCHED = ("config.yaml", "training_summary.json", "metrics.jsonl")
 
 
 class Directory:
-    """Runs are loaded when their files have changed; a name from outside only ever picks one of those found here."""
+    """The runs in a directory, loaded when their files have changed; a name from outside picks one of these only."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

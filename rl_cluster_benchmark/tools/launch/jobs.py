@@ -49,27 +49,15 @@ class JobOptions:
 
 
 class BatchSystem(Protocol):
+    """A system that runs job scripts: SLURM or PBS."""
+
     submit_command: Sequence[str]
 
-    def seconds(self, time_limit: str) -> int:
-        """Read a time limit by this system's own rules."""
-        ...
-
-    def script(self, command: Sequence[str], options: JobOptions) -> str:
-        """Return the script of a job of one node that runs one command."""
-        ...
-
-    def state(self, job: str) -> str | None:
-        """Return the state of a job in the batch system's words; None when it no longer knows the job."""
-        ...
-
-    def log_file(self, job: str, options: JobOptions) -> Path:
-        """Return where the job's output goes."""
-        ...
-
-    def status(self, job: str) -> int | None:
-        """Return the exit status of a job that has ended, if the batch system still knows it."""
-        ...
+    def seconds(self, time_limit: str) -> int: ...  # of a time limit, read by this system's own rules
+    def script(self, command: Sequence[str], options: JobOptions) -> str: ...  # of one node that runs one command
+    def log_file(self, job: str, options: JobOptions) -> Path: ...
+    def state(self, job: str) -> str | None: ...  # in the system's words; None when it no longer knows the job
+    def status(self, job: str) -> int | None: ...  # of a job that has ended, if the system still knows it
 
 
 def submit(system: BatchSystem, command: Sequence[str], options: JobOptions, script_file: Path) -> str:

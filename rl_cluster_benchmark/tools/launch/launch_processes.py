@@ -43,21 +43,14 @@ def take_lines(lines: Lines) -> Iterator[tuple[str, str]]:
 
 
 class NodeProcess(Protocol):
+    """The process of one node, wherever it runs."""
+
     name: str
 
-    def poll(self) -> int | None:
-        """Return its exit status once it has ended, None until then."""
-        ...
-
-    def send(self, number: int) -> None:
-        """Ask it by a signal to end in good order."""
-        ...
-
+    def poll(self) -> int | None: ...  # its exit status once it has ended
+    def send(self, number: int) -> None: ...  # asks it by a signal to end in good order
     def kill(self) -> None: ...
-
-    def close(self) -> None:
-        """Wait for the rest of the output of a process that has ended."""
-        ...
+    def close(self) -> None: ...  # waits for the rest of the output of a process that has ended
 
 
 class LocalProcess(ChildProcess):

@@ -30,10 +30,8 @@ NO_OTHER_HEAD = (
 class Engine(Protocol):
     """Starts the nodes of one attempt, wherever they run."""
 
-    def available(self, wanted: int) -> int:
-        """Return how many machines could take part now, at most `wanted`; raise if none could go on with the run."""
-        ...
-
+    # how many machines could take part now, at most `wanted`; it raises if none could go on with the run
+    def available(self, wanted: int) -> int: ...
     def start(self, num_nodes: int, attempt: int, lines: Lines) -> Sequence[NodeProcess]: ...
 
 

@@ -18,6 +18,8 @@ DISTURBED = 0.15  # of the cores, taken by others
 
 @dataclass(frozen=True)
 class Verdict:
+    """What limits a run, and the sentences that say so and what would help."""
+
     bottleneck: str
     sentences: list[str]
 

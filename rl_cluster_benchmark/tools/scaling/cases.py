@@ -30,6 +30,8 @@ MEASURED: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Case:
+    """What is measured for one number of workers."""
+
     workers: int
     num_envs: int  # in all
     together: Config

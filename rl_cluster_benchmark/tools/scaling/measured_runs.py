@@ -7,7 +7,6 @@ each other take turns.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -24,6 +23,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.processes.child_process import ChildProcess, error_in, how_it_ended, rlcb
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.tools.analysis.series import GrowingLog
 
 FEWEST_TURNS, LONGEST_TURN = 3, 10.0  # seconds: when several groups of runs share the time, that of each is cut so
 WITHOUT_WATCHDOG = 1e6  # seconds: a run that is stopped makes no progress
@@ -160,21 +160,17 @@ class TrainingProcess(ChildProcess):
         self.directory = RunDirectory.of(config)
         self.lines: list[dict[str, float]] = []
         self.windows: list[tuple[int, int]] = []  # the lines from and to which time counts
-        self._read_so_far = 0
+        self._log = GrowingLog(self.directory.metrics_log)
         self._output = folder / "output.txt"
         (folder / "config.yaml").write_text(config_files.to_yaml(config))
         call = rlcb("train", "--config", folder / "config.yaml")
         super().__init__(call, output=self._output, cores=cores, at_our_end=signal.SIGKILL)
 
     def read(self) -> bool:
-        """Take in the updates made since the last call; are there any?"""
-        with contextlib.suppress(FileNotFoundError), self.directory.metrics_log.open("rb") as file:
-            file.seek(self._read_so_far)
-            whole, newline, _ = file.read().rpartition(b"\n")
-            self._read_so_far += len(whole) + len(newline)
-            self.lines += [json.loads(line) for line in whole.splitlines()]
-            return bool(newline)
-        return False
+        """Take in the updates made since the last call; return whether there are any."""
+        new = self._log.new_lines()
+        self.lines += new
+        return bool(new)
 
     def rate(self) -> Rate:
         """Wait for the end of a run that was told to end; return the figures of the time that counts."""

@@ -32,7 +32,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Network:
-    """Between machines, as Gloo makes use of it."""
+    """A network between machines, as Gloo makes use of it."""
 
     latency: float  # seconds that a hop takes however little it carries: a round trip, and what Gloo needs
     bandwidth: float  # bytes per second of a link
@@ -59,7 +59,7 @@ class MachineWork:
 
 @dataclass(frozen=True)
 class Spread:
-    """Relative standard deviations."""
+    """How much speeds differ, as relative standard deviations."""
 
     between: float = 0.0  # of the machines' mean speeds
     jitter: float = 0.0  # of one machine's pieces of work, from one to the next

@@ -24,7 +24,7 @@ FILES = ("scaling.json", "scaling.csv", "scaling.png")
 
 @dataclass(frozen=True)
 class Round:
-    """Both ways of a case, measured in turns."""
+    """A case measured once: the workers together and the independent runs, in turns."""
 
     together: Rate
     independents: list[Rate]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rl_cluster_benchmark.tools.analysis.series import GrowingLog
 from rl_cluster_benchmark.tools.search.search_space import Rung
 
 
@@ -20,24 +20,15 @@ class Point(NamedTuple):
 
 
 class Log:
-    """The metrics.jsonl of a run that is going on, read as far as it is written."""
+    """The returns in the log of a run that is going on."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.points: list[Point] = []
-        self._read_so_far = 0
+        self._log = GrowingLog(path)
 
     def read(self) -> None:
         """Take in the lines that were written since the last call."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._read_so_far)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:  # its first line is still to come
-            return
-        self._read_so_far += len(whole) + len(newline)
-        for text in whole.splitlines():
-            line = json.loads(text)
+        for line in self._log.new_lines():
             if "charts/return_sum" in line:  # it is left out when it is infinite
                 self.points.append(Point(line["step"], line["charts/episodes"], line["charts/return_sum"]))
 

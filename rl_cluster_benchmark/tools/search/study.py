@@ -65,6 +65,8 @@ class TrialClaim:
 
 
 class Study:
+    """A search in a directory, which several processes may work on."""
+
     def __init__(self, directory: Path, space: SearchSpace) -> None:
         self.directory, self.space = directory, space
 

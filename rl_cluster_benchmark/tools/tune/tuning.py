@@ -83,6 +83,8 @@ def make_space(config: Config, settings: TuningSettings, look: Callable[[], None
 
 
 class TuningRun:
+    """A search for the fastest setting, and what it has found so far."""
+
     def __init__(self, space: TuningSpace, settings: TuningSettings, trials: Trials, started: float) -> None:
         self.space, self.settings, self.trials, self.started = space, settings, trials, started
         self.checked: dict[str, Any] = {}

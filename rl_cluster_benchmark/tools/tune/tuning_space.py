@@ -31,6 +31,8 @@ Point = tuple[int, ...]  # an option's number for each group; all zeros is the c
 
 @dataclass(frozen=True)
 class Layout:
+    """Who computes: processes, their threads, and the environments."""
+
     mode: str
     workers: int  # of IMPALA: actors
     threads: int
@@ -64,6 +66,8 @@ class TuningSetting:
 
 
 class TuningSpace:
+    """All settings that may be chosen for a config."""
+
     def __init__(
         self, config: Config, machine: Machine, *, fixed: Collection[str] = (), learning_too: bool = False
     ) -> None:

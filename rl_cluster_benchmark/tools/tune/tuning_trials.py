@@ -52,7 +52,7 @@ class TuningTrial:
 
 
 class Trials:
-    """Runs them, keeps them, and knows how much time is left."""
+    """The trials of a search: it runs them, keeps them, and knows how much time is left."""
 
     def __init__(
         self, space: TuningSpace, folder: Path, *, seconds: float, deadline: float, interrupted: Callable[[], bool]
