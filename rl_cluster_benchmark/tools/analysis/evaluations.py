@@ -28,6 +28,9 @@ from rl_cluster_benchmark.tools.analysis.run_files import (
 from rl_cluster_benchmark.tools.evaluation.video import mark_of_clip
 
 NOT_PLAYED = ("seed", "num_envs")  # of the section env: an evaluation has a seed of its own, and its own number
+NOT_COMPARABLE = (
+    "that cannot be compared with the run's last: its checkpoints are not in its directory, and its summary names none"
+)
 MAX_FILES = 100  # evaluations in a directory
 MAX_CLIP = 3_000_000  # bytes
 CLIP_TYPES = {b"GIF8": "image/gif", b"RIFF": "image/webp"}
@@ -150,10 +153,7 @@ def _require_of_run(evaluation: Evaluation, config: Config, summary: Summary, la
     if last is None:
         if summary.run_id is None and origin.run_id is None and origin.checkpoint.steps == summary.total_timesteps:
             return  # an older run without --output-dir: its checkpoints are elsewhere, and its summary names none
-        raise UnusableRunError(
-            f"is of a checkpoint (at {origin.checkpoint.steps:,.0f} steps) that cannot be compared with the run's "
-            "last: its checkpoints are not in its directory, and its summary names none"
-        )
+        raise UnusableRunError(f"is of a checkpoint (at {origin.checkpoint.steps:,.0f} steps) {NOT_COMPARABLE}")
     if origin.checkpoint.digest != last.digest:
         raise UnusableRunError(
             f"is of another checkpoint (at {origin.checkpoint.steps:,.0f} steps; "
@@ -190,9 +190,6 @@ def _require_clip_of_run(name: str, content: bytes, summary: Summary, last: Chec
         return
     digest, policy = mark
     if policy == "trained" and last is None:
-        raise UnusableRunError(
-            f"{name} shows a checkpoint that cannot be compared with the run's last: its checkpoints are not in its "
-            "directory, and its summary names none"
-        )
+        raise UnusableRunError(f"{name} shows a checkpoint {NOT_COMPARABLE}")
     if policy != "trained" or last is None or digest != last.digest:
         raise UnusableRunError(f"{name} does not show the run's last checkpoint; record it again")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from rl_cluster_benchmark.config import config_files as configs
@@ -176,12 +178,16 @@ def summary_of(series: Series, state: Literal["interrupted"]) -> Summary:
         return Summary(
             state=state, total_timesteps=0, total_updates=0, duration_hours=0, avg_fps=0, final_fps=0, peak_memory_gb=0
         )
-    last = {name: float(values[-1]) for name, values in series.items() if values[-1] == values[-1]}
+
+    def known(name: str, last: int = 0) -> NDArray[np.float64]:
+        values = series.get(name, series["step"][:0])[-last:]
+        return values[np.isfinite(values)]
+
+    last = {name: float(values[-1]) for name, values in series.items() if np.isfinite(values[-1])}
     rewards = series.get("charts/episodic_return", series["step"][:0])
     if len(rewards):
-        rewards = rewards[(series.get("charts/episodes", rewards) >= WINDOW) & (rewards == rewards)]
-    speeds = series.get("charts/SPS", series["step"][:0])[-RECENT:]
-    memory = series.get("system/memory_gb", series["step"][:0])
+        rewards = rewards[(series.get("charts/episodes", rewards) >= WINDOW) & np.isfinite(rewards)]
+    speeds, memory = known("charts/SPS", RECENT), known("system/memory_gb")
     prefix = "time/"
     return Summary(
         state=state,
@@ -189,8 +195,8 @@ def summary_of(series: Series, state: Literal["interrupted"]) -> Summary:
         total_updates=last["update"],
         duration_hours=last["time"] / 3600,
         avg_fps=last["step"] / max(last["time"], 1e-9),
-        final_fps=float(speeds[speeds == speeds].mean()) if (speeds == speeds).any() else 0.0,
-        peak_memory_gb=float(memory[memory == memory].max()) if (memory == memory).any() else 0.0,
+        final_fps=float(speeds.mean()) if len(speeds) else 0.0,
+        peak_memory_gb=float(memory.max()) if len(memory) else 0.0,
         initial_reward=float(rewards[0]) if len(rewards) else None,
         final_reward=last.get("charts/episodic_return"),
         best_reward=float(rewards.max()) if len(rewards) else None,
