@@ -351,7 +351,7 @@ def test_nan_in_one_worker_stops_all(tmp_path, how):
 
 CYCLES = """
 import os, psutil
-from rl_cluster_benchmark.execution.workers import WorkerPool
+from rl_cluster_benchmark.processes.pool import WorkerPool
 import work
 
 def state():
@@ -381,7 +381,7 @@ def check(shared):
 """
 SHARING_WORK = """
 import torch
-from rl_cluster_benchmark.execution.shared import SharedTensors
+from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 def share():
     return SharedTensors({'x': ((4,), torch.float32)})
 def work(rank, connection, shared):
@@ -408,8 +408,8 @@ def test_start_and_stop_leave_nothing_behind(work, cycles, tmp_path):
 LISTENER = """
 import sys, time
 import work
-from rl_cluster_benchmark.errors import TrainingFailedError
-from rl_cluster_benchmark.execution.workers import WorkerPool
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.processes.pool import WorkerPool
 if __name__ == '__main__':
     heard = []
     try:
@@ -421,7 +421,7 @@ if __name__ == '__main__':
 """
 FAILING_WORK = """
 import pathlib, time
-from rl_cluster_benchmark.errors import TrainingFailedError
+from rl_cluster_benchmark.core.errors import TrainingFailedError
 def work(rank, connection, told):
     if rank == 0:
         for number in range(200):
@@ -449,7 +449,7 @@ def test_a_failure_does_not_drown_what_was_said_before(tmp_path):
 UNDYING = """
 import time
 import work
-from rl_cluster_benchmark.execution import workers
+from rl_cluster_benchmark.processes import pool as workers
 if __name__ == '__main__':
     workers.SECONDS_TO_DIE = 0.2
     try:

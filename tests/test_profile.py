@@ -168,7 +168,7 @@ def test_passes_in_one_call_are_counted_part_by_part(native):
     ppo = PPO(config, model, env_ids=[0], micro_batch=4, reduce=Alone())
     images = torch.zeros(20, 64, 64, 3, dtype=torch.uint8)
     batch = Batch(images, torch.ones(20), torch.zeros(20, dtype=torch.int64), *torch.randn(4, 20))
-    gradient = ppo.on_policy.gradient(batch, Moments(20.0, 0.0, 1.0), ppo.objective)
+    gradient = ppo.on_policy.gradients.passes(batch, Moments(20.0, 0.0, 1.0), ppo.objective)
     gradient.write(np.arange(7), 0)
     assert passes.samples == {"inference": 0, "forward": 7, "backward": 7}
     parts = [passes.seconds[name] for name in ("forward", "C heads and losses", "backward")]

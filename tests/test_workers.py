@@ -13,8 +13,8 @@ from rl_cluster_benchmark.core.commentary import Commentary
 
 POOL = """
 import resource, sys
-from rl_cluster_benchmark.errors import TrainingFailedError
-from rl_cluster_benchmark.execution import workers
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.processes import pool as workers
 def work(rank, connection):
     connection.send(("message", "at work"))
 if __name__ == "__main__":

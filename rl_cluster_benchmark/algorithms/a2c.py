@@ -13,8 +13,8 @@ import torch
 from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.experience.rollout import Rollout
-from rl_cluster_benchmark.learning.minibatch import Losses, Objective, Samples
 from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.objective import Losses, LossInC, Objective, Samples
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 
@@ -32,7 +32,7 @@ def a2c_losses(now: Pass, samples: Samples) -> tuple[Losses, Slopes]:
     return losses, Slopes(-samples.advantages, error)
 
 
-OBJECTIVE = Objective(a2c_losses, clip_range=None, clip_value_loss=False)
+OBJECTIVE = Objective(a2c_losses, LossInC())
 
 
 class A2C:
@@ -43,6 +43,7 @@ class A2C:
         self.on_policy = OnPolicyLearner(
             config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce, sharing=sharing
         )
+        self.learner, self.normalize_rewards = self.on_policy.learner, self.on_policy.normalize_rewards
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
     def update(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.on_policy import STATS, explained_variance, learning_rate
+from rl_cluster_benchmark.algorithms.on_policy import explained_variance, learning_rate
 from rl_cluster_benchmark.config.schema import Config, ImpalaConfig
 from rl_cluster_benchmark.core.seeding import stream
 from rl_cluster_benchmark.experience.returns import vtrace
@@ -20,8 +20,9 @@ from rl_cluster_benchmark.experience.rewards import RewardNormalizer
 from rl_cluster_benchmark.experience.rollout import Rollout
 from rl_cluster_benchmark.learning.bad_numbers import mean_of, report
 from rl_cluster_benchmark.learning.learner import Learner, is_finite
-from rl_cluster_benchmark.learning.minibatch import EPSILON, Losses
+from rl_cluster_benchmark.learning.minibatch import EPSILON
 from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.objective import STATS, Losses
 from rl_cluster_benchmark.learning.optimizers import optimizer_of
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic

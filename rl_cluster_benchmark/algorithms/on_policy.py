@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,25 +19,15 @@ from rl_cluster_benchmark.config.schema import Config, TrainingConfig
 from rl_cluster_benchmark.experience.returns import gae
 from rl_cluster_benchmark.experience.rewards import RewardNormalizer
 from rl_cluster_benchmark.experience.rollout import Rollout
-from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.learning.bad_numbers import SKIPPED, report
+from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.division import Rows
 from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.learning.minibatch import (
-    Batch,
-    Gradient,
-    InOneCall,
-    Moments,
-    Objective,
-    PassByPass,
-    PassSetting,
-    Rows,
-)
+from rl_cluster_benchmark.learning.minibatch import MinibatchGradients, Moments
+from rl_cluster_benchmark.learning.objective import STATS, Objective
 from rl_cluster_benchmark.learning.optimizers import optimizer_of
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
-
-SMALLEST_PIECE, SMALLEST_IN_TORCH = 2, 4  # samples; below that, the cost of a pass is not the samples'
-STATS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
 
 
 class OnPolicyLearner:
@@ -47,12 +36,11 @@ class OnPolicyLearner:
         sharing: Sharing | None = None,
     ) -> None:  # fmt: skip
         self.config, self.hyper, self.model = config, config.training, model
-        self.micro_batch, self.reduce, self.sharing = micro_batch, reduce, sharing
+        self.reduce, self.sharing = reduce, sharing
         self.rank = sharing.rank if sharing else 0
         self.env_ids = np.asarray(sharing.env_ids if sharing else env_ids)  # of the batch's columns
         self.owners = np.asarray(sharing.owners if sharing else [0] * len(env_ids))
         self.device = torch.device(config.hardware.device)
-        self.losses_in_c = heads.suit(model.policy_head, self.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
         self.learner = Learner(
             model,
@@ -62,6 +50,7 @@ class OnPolicyLearner:
             reduce=reduce,
             sharing=sharing,
         )
+        self.gradients = MinibatchGradients(self.learner, self.hyper, micro_batch=micro_batch, sharing=sharing)
 
     def prepare(self, rollout: Rollout) -> Batch:
         rewards = self.normalize_rewards(rollout) if self.hyper.normalize_reward else rollout.rewards
@@ -105,35 +94,10 @@ class OnPolicyLearner:
         learning_rate: float,
         interrupted: bool,
     ) -> tuple[dict[str, float], bool]:
-        """One step of the optimiser on a minibatch: (mean losses over all workers, was any of them interrupted?)."""
-        learner, sharing = self.learner, self.sharing
-        smallest = SMALLEST_PIECE if self.in_one_call else SMALLEST_IN_TORCH
-        division = divide(rows, sharing.fraction if sharing else 0.0, learner.max_pieces, smallest)
-        if sharing is not None:
-            sharing.offer(division.num_pieces)
-        kept, shared, bounds = division
-        if learner.hidden is not None:
-            learner.hidden.begin(sum(kept) + len(shared))
-        gradient = self.gradient(batch, moments, objective)
-        gradient.write(rows[self.rank][: kept[self.rank]], sum(kept[: self.rank]))
-        learner.stats[-1] = float(interrupted)
-        if sharing is not None and division.num_pieces:
-            gradient.take(sharing, shared, bounds, sum(kept))
-        *means, stops = learner.sum_over_workers()
-        grad_norm = learner.step(learning_rate, means)
+        """Make one optimiser step on a minibatch; return the mean losses, and whether any worker was interrupted."""
+        *means, stops = self.gradients.sum(batch, rows, moments, objective, float(interrupted))
+        grad_norm = self.learner.step(learning_rate, means)
         return report(dict(zip(STATS, means, strict=True)) | {"grad_norm": grad_norm}, self.hyper.on_nan), stops > 0
-
-    def gradient(self, batch: Batch, moments: Moments, objective: Objective) -> Gradient:
-        """Of a minibatch, to be added up."""
-        if not self.hyper.normalize_advantage:
-            moments = moments._replace(advantage_mean=0.0, advantage_std=1.0)
-        setting = PassSetting(self.learner, self.hyper, self.micro_batch, self.losses_in_c)
-        return (InOneCall if self.in_one_call else PassByPass)(setting, batch, moments, objective)
-
-    @property
-    def in_one_call(self) -> bool:
-        """From the observations to the losses and back in C?"""
-        return self.losses_in_c and self.model.native_trunk is not None
 
     def learning_rate(self, progress: float) -> float:
         return learning_rate(self.hyper, progress)
@@ -156,43 +120,6 @@ class OnPolicyLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state["optimizer"])
         self.normalize_rewards.load_state_dict(state["reward_normalizer"])
-
-
-class Division(NamedTuple):
-    """Of a minibatch, into what each worker keeps and pieces for whoever is free."""
-
-    kept: list[int]  # how many of each worker's rows, the first ones
-    shared: NDArray[np.int64]  # all others
-    bounds: tuple[int, ...]  # of the pieces in these, the last one's end included
-
-    @property
-    def num_pieces(self) -> int:
-        return len(self.bounds) - 1
-
-
-def divide(rows: Rows, fraction: float, max_pieces: int, smallest: int) -> Division:
-    kept = [len(own) - int(fraction * len(own)) for own in rows]
-    rest = np.concatenate([own[count:] for own, count in zip(rows, kept, strict=True)])
-    bounds = piece_bounds(len(rest), len(rows), max_pieces, smallest)
-    return Division(kept, rest, bounds) if len(bounds) > 1 else Division([len(own) for own in rows], rest[:0], bounds)
-
-
-@cache
-def piece_bounds(count: int, workers: int, max_pieces: int, smallest: int) -> tuple[int, ...]:
-    """Half of the samples in a piece for each worker, then half of the rest, and so on ("factoring", Hummel, 1992).
-
-    Large pieces cost less; small ones at the end let all workers finish together, however fast each of them is.
-    """
-    if count < smallest * workers or max_pieces < workers:
-        return (0,)
-    while True:
-        bounds = [0]
-        while (left := count - bounds[-1]) > 0:
-            size = max(smallest, -(-left // (2 * workers)))
-            bounds += [min(count, bounds[-1] + size * (i + 1)) for i in range(min(workers, -(-left // size)))]
-        if len(bounds) - 1 <= max_pieces:
-            return tuple(bounds)
-        smallest *= 2
 
 
 def learning_rate(hyper: TrainingConfig, progress: float) -> float:

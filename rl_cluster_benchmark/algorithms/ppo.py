@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +13,9 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.seeding import stream
 from rl_cluster_benchmark.experience.rollout import Rollout
 from rl_cluster_benchmark.learning.bad_numbers import mean_of
-from rl_cluster_benchmark.learning.minibatch import Losses, Objective, Rows, Samples
+from rl_cluster_benchmark.learning.division import Rows
 from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.objective import Losses, LossInC, Objective, Samples
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 
@@ -58,8 +58,10 @@ class PPO:
         self.on_policy = OnPolicyLearner(
             config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce, sharing=sharing
         )
-        clipping: dict[str, Any] = {"clip_range": self.hyper.clip_range, "clip_value_loss": self.hyper.clip_value_loss}
-        self.objective = Objective(partial(ppo_losses, **clipping), **clipping)
+        clip_range, clip_values = self.hyper.clip_range, self.hyper.clip_value_loss
+        losses = partial(ppo_losses, clip_range=clip_range, clip_value_loss=clip_values)
+        self.objective = Objective(losses, LossInC(clip_range, clip_values))
+        self.learner, self.normalize_rewards = self.on_policy.learner, self.on_policy.normalize_rewards
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
     def update(

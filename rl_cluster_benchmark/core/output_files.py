@@ -1,4 +1,4 @@
-"""Files of results, where the user wants them: they may replace earlier results, never what a run needs."""
+"""Files of results that the user names with an option: they may replace earlier results, never a run's records."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from rl_cluster_benchmark.core.atomic_files import replace_file
 from rl_cluster_benchmark.core.errors import UserError
 
-RECORDS = ("metrics.jsonl", "benchmark.yaml", ".lock", ".benchmark.lock")  # of a run or a benchmark, wherever they are
-RECORDS_OF_A_RUN = ("config.yaml", "training_summary.json", "benchmark_metrics.json", "metrics.json")  # beside others
-MARK_OF_PLOTS = b"Matplotlib"  # in the first bytes of every PNG that it draws
+RECORDS = ("metrics.jsonl", "benchmark.yaml", ".lock", ".benchmark.lock")  # protected in every directory
+# Protected only in a directory that holds another of these files, or a .lock.
+RECORDS_OF_A_RUN = ("config.yaml", "training_summary.json", "benchmark_metrics.json", "metrics.json")
+MARK_OF_PLOTS = b"Matplotlib"  # stands in every PNG that Matplotlib draws
 
 
 def check_output(option: str, path: Path, reads: Iterable[Path] = ()) -> None:
-    """Refuse, before any work is done, a file that would replace a run's own record or what the command reads."""
+    """Raise a UserError, before any work is done, if `path` is a record of a run or a file that the command reads."""
     if path.is_dir():
         raise UserError(f"{option} {path} is a directory; name a file.")
     if not path.parent.is_dir():
@@ -45,7 +46,7 @@ def _is_record(path: Path) -> bool:
 
 
 def is_own(path: Path, mark: bytes) -> bool:
-    """Return whether the file may be replaced unasked: there is none, or this program's mark is in it."""
+    """Return whether the file may be replaced without asking: it does not exist, or it contains `mark`."""
     try:
         return not path.exists() or mark in path.read_bytes()
     except OSError:
@@ -53,7 +54,7 @@ def is_own(path: Path, mark: bytes) -> bool:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file that the user has named: whole or not at all; into /dev/stdout and pipes as they are."""
+    """Write a file that the user has named: a plain file atomically, devices and pipes such as /dev/stdout directly."""
     is_device = path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",))
     try:
         if is_device or (path.exists() and not path.is_file()):

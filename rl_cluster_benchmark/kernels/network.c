@@ -97,8 +97,8 @@ INLINE Place place_of(const Finish how, const int in, const int rows, int out, i
 }
 
 #if AMX
-/* Four products at a time: two blocks of pixels and of output channels each, or four of pixels and one of channels. Of an odd
- * number of blocks of channels the last one is two products. */
+/* Four products at a time: two blocks of pixels times two of output channels, or four of pixels times one of channels.
+ * Where the number of blocks of channels is odd, the last one takes two products. */
 INLINE void convolve(const Finish how, const int in, const int rows, int out, int height, int width, const bf16 *input,
                      const bf16 *weights, const float *bias, Ends ends) {
     const int pairs = run_pairs(in), blocks = height * width / rows, two = out > LANES, step = two ? 2 : 4;
@@ -171,7 +171,7 @@ INLINE void convolve(const Finish how, const int in, const int rows, int out, in
 }
 #endif
 
-/* The same with the number of channels and of pixels in a block known to the compiler. */
+/* Call `convolve` with numbers of channels and of pixels in a block that the compiler knows. */
 INLINE void convolve_any(const Finish how, int in, int out, int height, int width, const bf16 *input, const bf16 *weights,
                          const float *bias, Ends ends) {
     if (width < 16) {
@@ -213,7 +213,8 @@ static void transpose_rows(const bf16 *image, int channels, int width, int first
     }
 }
 
-/* Rows of a framed image -> [channels / 16][dx][rows][width / 2][16][2]: pairs of neighbours, the first at x = 2 i + dx. */
+/* Rows of a framed image -> [channels / 16][dx][rows][width / 2][16][2]: pairs of neighbours, the first at x = 2 i +
+ * dx. */
 static void pair_rows(const bf16 *image, int channels, int width, int rows, bf16 *out) {
     const long size = (long)rows * width / 2 * PACKED_PAIR;
     for (int c = 0; c < channels; c += LANES, out += 3 * size)
@@ -245,7 +246,8 @@ static void pair_pixels(const bf16 *pixels, int width, int rows, bf16 *out) {
         }
 }
 
-/* Image rows whose part in a weight gradient is computed at a time: what it reads then stays in the first-level cache. */
+/* Return how many image rows of a weight gradient are computed at a time: what they read stays in the first-level
+ * cache. */
 INLINE int strip_rows(const Conv *conv) {
     const int columns = conv->in == RGB ? LANES : 3 * conv->in;
     int rows = conv->height;
@@ -385,7 +387,8 @@ static void run_stage(Network *net, const Stage *stage, const bf16 *input, bf16 
     convolve_residual(c, c, h, w, relu[3], conv[4].forward, conv[4].bias, (Ends){saved + stage->output, .add = sum[1]});
 }
 
-/* And what whole tiles read behind the last run: they take it times zero, but what a larger image left there may be NaN. */
+/* Clear the frame and what whole tiles read after the last run: they multiply it by zero, but a larger image may have
+ * left NaN there. */
 static void clear_frame(bf16 *image, int height, int width, int channels) {
     const long row = (long)(width + 2) * channels, behind = 2L * run_pairs(channels) - 3 * channels;
     memset(image, 0, row * sizeof *image);
@@ -498,7 +501,7 @@ void network_destroy(Network *net) {
     free(net);
 }
 
-/* NULL if the network's shape is not one that this code computes, or there is no memory. */
+/* Returns NULL if this code does not compute networks of this shape, or there is no memory. */
 Network *network_create(int height, int width, int num_stages, const int *channels, int hidden) {
     if (num_stages < 1 || num_stages > MAX_STAGES || !tiles_allowed()) return NULL;
     Network *net = calloc(1, sizeof *net);

@@ -38,8 +38,8 @@ class Plan:
 
     def shares_work(self, config: Config) -> bool:
         """Do its workers share minibatches, and with them the parameters?"""
-        in_step = config.algorithm in ("ppo", "a2c") and config.mode != "sequential"
-        through_gloo = config.mode == "parallel" and config.parallel.reduce == "gloo"
+        in_step = config.traits.is_in_step and not config.is_sequential
+        through_gloo = config.is_parallel and config.parallel.reduce == "gloo"
         return in_step and self.balance > 0 and not through_gloo
 
     def lines(self, config: Config) -> list[str]:
@@ -49,7 +49,7 @@ class Plan:
         if machine.cpu_quota is not None:
             cores += f", cgroup quota {machine.cpu_quota:g}"
         lines = [f"CPU: {machine.cpu_model} ({cores})"]
-        if config.mode != "sequential":
+        if not config.is_sequential:
             lines.append(self._workers_line(config))
         lines.append(
             f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "
@@ -58,7 +58,7 @@ class Plan:
         busy = (self.num_workers + self.num_learners) * self.num_threads
         spare = 1 if self.num_learners else 0  # of actors and learners some wait: one more than cores is good
         if busy > machine.allowed_cores + spare:
-            flag = "--num-workers" if config.mode != "sequential" else "--num-threads"
+            flag = "--num-workers" if not config.is_sequential else "--num-threads"
             lines.append(
                 f"Warning: {busy} busy threads on {machine.allowed_cores} cores get in each other's way; "
                 f"{flag} {max(1, machine.usable_cores - self.num_learners)} would be faster."
@@ -74,16 +74,17 @@ class Plan:
             )
         reasons = {self.machine.usable_cores: "one per physical core", config.env.num_envs: "one per environment"}
         reason = reasons.get(self.num_workers, "set")
-        gradients = {"a3c": "each worker's own, without locks"}
+        summed = config.parallel.reduce.replace("_", " ")
+        gradients = "each worker's own, without locks" if config.traits.is_lock_free else summed
         return (
             f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
-            f"Gradients: {gradients.get(config.algorithm, config.parallel.reduce.replace('_', ' '))}"
+            f"Gradients: {gradients}"
         )
 
 
 def resolve(config: Config) -> tuple[Config, Plan]:
     """Fill in how many workers there are, and plan the rest."""
-    if config.mode == "parallel":
+    if config.is_parallel:
         config = with_workers(config, _num_workers(config, detection.detect()))
     return config, plan(config)
 
@@ -105,18 +106,18 @@ def compiled(config: Config, plan: Plan) -> Plan:
 def plan(config: Config) -> Plan:
     machine = detection.detect()
     num_workers = _num_workers(config, machine)
-    threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
+    threads = config.hardware.num_threads or (machine.usable_cores if config.is_sequential else 1)
     precision, reason = _precision(config, machine)
     num_learners = 0
     machines = config.num_machines
-    if config.algorithm == "impala":
-        if config.mode != "sequential":
+    if config.traits.has_actors:
+        if not config.is_sequential:
             num_learners = 1 if config.impala.num_learners == "auto" else config.impala.num_learners
         share = -(-config.unrolls_per_step // (max(1, num_learners) * machines)) * config.training.n_steps
     else:
         everywhere = num_workers * machines
-        share = -(-(config.batch_size if config.algorithm == "ppo" else config.rollout_size) // everywhere)
-    is_small = config.env.game is None or config.hardware.device != "cpu"
+        share = -(-(config.batch_size if config.traits.has_minibatches else config.rollout_size) // everywhere)
+    is_small = not config.env.has_images or config.hardware.device != "cpu"
     per_pass = config.hardware.micro_batch or (share if is_small else SAMPLES_PER_THREAD * threads)
     return Plan(
         machine,
@@ -133,17 +134,17 @@ def plan(config: Config) -> Plan:
 
 
 def _num_workers(config: Config, machine: Machine) -> int:
-    if config.mode == "sequential":
+    if config.is_sequential:
         return 1
     most = machine.usable_cores
-    if config.mode == "parallel" and config.parallel.num_envs_per_worker is None:
+    if config.is_parallel and config.parallel.num_envs_per_worker is None:
         most = min(most, config.env.num_envs)  # each has one at least
     return config.parallel.num_workers or most
 
 
 def _precision(config: Config, machine: Machine) -> tuple[str, str]:
     """(the one to use, why)."""
-    if config.env.game is None:
+    if not config.env.has_images:
         return "float32", "small vectors"
     if config.hardware.precision != "auto":
         return config.hardware.precision, "set"
@@ -161,7 +162,7 @@ def _engine(config: Config, threads: int, precision: str) -> str:
         "one thread per process": threads == 1,
         "hardware.device cpu": config.hardware.device == "cpu",
         "hardware.memory_format channels_last": config.hardware.memory_format == "channels_last",
-        "the IMPALA-CNN or the Nature-CNN": config.env.game is not None and config.model.architecture != "mlp",
+        "the IMPALA-CNN or the Nature-CNN": config.env.has_images and config.model.architecture != "mlp",
         "1 to 3 stages with channels in multiples of 16": config.model.architecture == "nature"
         or (
             len(config.model.channels) <= 3
@@ -181,7 +182,7 @@ def _balance(config: Config, num_workers: int) -> float:
 
 def balance(config: Config) -> float:
     """Return which part of their work several workers share."""
-    return config.parallel.balance if config.parallel.balance is not None else BALANCE * (config.env.game is not None)
+    return config.parallel.balance if config.parallel.balance is not None else BALANCE * config.env.has_images
 
 
 def learners_beside(actors: int, cores: int, config: Config) -> int:
@@ -191,7 +192,7 @@ def learners_beside(actors: int, cores: int, config: Config) -> int:
     for the next smaller number that divides the batch: that stays as it is.
     """
     left = max(1, cores - actors)
-    if config.env.game is None or (actors < cores and cores > FEW_CORES):
+    if not config.env.has_images or (actors < cores and cores > FEW_CORES):
         return left
     unrolls = config.unrolls_per_learner(1)
     return max(left, *(n for n in range(1, -(-2 * cores // 3) + 1) if unrolls % n == 0))
@@ -209,5 +210,5 @@ def places(pin: str, num_workers: int, threads: int, machine: Machine) -> tuple[
 def acting(config: Config, plan: Plan) -> tuple[torch.dtype, str]:
     """(precision, engine) of IMPALA's actors in parallel mode."""
     asked = config.impala.inference_precision
-    precision = plan.precision if asked == "same" or config.env.game is None else asked
+    precision = plan.precision if asked == "same" or not config.env.has_images else asked
     return dtype(precision), plan.engine if precision == "bfloat16" else "torch"

@@ -135,7 +135,7 @@ class Watchdog:
 def limit_of(config: Config) -> float:
     """Seconds. On several machines longer than one may wait for another: that is told as what it is."""
     limit = config.training.watchdog
-    return max(limit, config.cluster.timeout + SECONDS_BEYOND) if config.mode == "distributed" else limit
+    return max(limit, config.cluster.timeout + SECONDS_BEYOND) if config.is_distributed else limit
 
 
 def longest_hang(config: Config) -> float:

@@ -25,7 +25,6 @@ IN_C = (
     (native_network.NativeTrunk, "forward", "native network: forward"),
     (native_network.NativeTrunk, "backward", "native network: backward"),
     (native_network.NativeTrunk, "_pack", PACKING),
-    (minibatch_pass.HeadsPass, "__call__", LOSSES),
     (minibatch_pass.MinibatchInC, "call", WHOLE_PASS),
     (pooling, "_forward", "C max-pooling: forward"),
     (pooling, "_backward", "C max-pooling: backward"),

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import get_args
 
 from rl_cluster_benchmark.config.schema import Config, Mode
+from rl_cluster_benchmark.config.traits import LABELS as ALGORITHM_NAMES  # noqa: F401
+from rl_cluster_benchmark.config.traits import TRAITS
 from rl_cluster_benchmark.core.atomic_files import (
     cannot_write,
     check_can_write,
@@ -31,7 +33,6 @@ LOCK = ".lock"
 LOOK_SECONDS = 0.2
 CLIPS = ("clip.webp", "clip.gif")  # of the agent, shown in reports
 LOCK_ATTEMPTS = 5
-ALGORITHM_NAMES = {"ppo": "PPO", "a2c": "A2C", "a3c": "A3C", "impala": "IMPALA"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class RunDirectory:
     @classmethod
     def of(cls, config: Config) -> RunDirectory:
         name = f"{config.algorithm}_{config.mode}"
-        label = f"{ALGORITHM_NAMES[config.algorithm]}_{config.mode.capitalize()}"
+        label = f"{config.traits.label}_{config.mode.capitalize()}"
         if config.output_dir is not None:
             root = Path(config.output_dir)
             return cls(root, root / "checkpoints", root / "logs" / label, name)
@@ -130,7 +131,7 @@ class RunDirectory:
         """Return the names of the runs that a new one replaces: of any, in a directory that no other run shares."""
         if self.logs.parent != self.root / "logs":
             return [self.name]
-        return [f"{algorithm}_{mode}" for algorithm in ALGORITHM_NAMES for mode in get_args(Mode)]
+        return [f"{algorithm}_{mode}" for algorithm in TRAITS for mode in get_args(Mode)]
 
     def log_folders(self) -> list[Path]:
         """Return the folders of logs that are here of these runs."""

@@ -63,6 +63,15 @@ def finished_with(directory: RunDirectory) -> int | None:
     return summary.get("total_updates") if summary.get("state") == "finished" else None
 
 
+def remove_results_after(directory: RunDirectory, updates: int) -> None:
+    """Remove what tells of updates that are about to be made again: nothing else would, if the run is killed."""
+    for file in (directory.summary, directory.benchmark_metrics):
+        made = _content(file).get("total_updates")
+        if isinstance(made, int | float) and made > updates:
+            directory.metrics.unlink(missing_ok=True)
+            file.unlink()
+
+
 def _changes(before: Config, now: Config) -> dict[str, str]:
     """Return what a run may not change, and would: key -> `the new value (it was the old one)`."""
     found = {}
@@ -84,9 +93,9 @@ def _is_derived(key: str, before: Config, now: Config) -> bool:
     """Return whether the run keeps its environments although this key says otherwise."""
     share, was = now.parallel.num_envs_per_worker, before.parallel.num_envs_per_worker
     if key == "env.num_envs":
-        return now.mode != "sequential" and share is not None
+        return not now.is_sequential and share is not None
     if key == "parallel.num_envs_per_worker":
-        if now.mode != "parallel" or share is None:
+        if not now.is_parallel or share is None:
             return True
         num_envs = _num_envs(now)
         return num_envs == before.env.num_envs or (num_envs is None and was is None)
@@ -96,9 +105,9 @@ def _is_derived(key: str, before: Config, now: Config) -> bool:
 def _with_its_environments(config: Config, before: Config) -> Config:
     """Return the config with the number of environments that the run has, whatever number of workers shares them.
 
-    Several machines find out together how many workers they are (see cluster/node.py).
+    Several machines find out together how many workers they are (see training/node.py).
     """
-    if config.mode != "parallel" or _num_envs(config) == before.env.num_envs:
+    if not config.is_parallel or _num_envs(config) == before.env.num_envs:
         return config
     print(
         f"The run keeps its {before.env.num_envs} environments, whatever number of workers shares them; "
@@ -112,7 +121,7 @@ def _with_its_environments(config: Config, before: Config) -> Config:
 def _num_envs(config: Config) -> int | None:
     """Return how many environments a run in parallel mode would have; None if this machine's cores decide."""
     share = config.parallel.num_envs_per_worker
-    actors = config.impala.num_actors if config.algorithm == "impala" else None
+    actors = config.impala.num_actors if config.traits.has_actors else None
     workers = actors or config.parallel.num_workers
     if share is None:
         return config.env.num_envs
@@ -165,9 +174,13 @@ def _runs_near(directory: RunDirectory) -> Iterator[Path]:
 
 
 def _summary(directory: RunDirectory) -> dict[str, Any]:
+    return _content(directory.summary)
+
+
+def _content(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        summary = json.loads(directory.summary.read_bytes())
-        return summary if isinstance(summary, dict) else {}
+        content = json.loads(file.read_bytes())
+        return content if isinstance(content, dict) else {}
     return {}
 
 

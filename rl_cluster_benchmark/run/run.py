@@ -30,7 +30,7 @@ from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
 from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.memory import MemoryReadings
 from rl_cluster_benchmark.run.progress import Progress, Status
@@ -100,6 +100,7 @@ class Run:
         if not self.resume:
             self.directory.begin_run(self.jobs)
         write_atomically(self.directory.config, configs.to_yaml(self.config).encode())
+        resumption.remove_results_after(self.directory, self.updates)
         metrics.cut_after(self.directory.metrics_log, self.updates)
         self._metrics = metrics.MetricsWriter(
             self.directory.metrics_log,
@@ -111,7 +112,7 @@ class Run:
         self._memory_readings.next_at = 0.0  # and again then: all buffers are in use
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._last_checkpoint = self._started
-        self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
+        self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)])
         self._logs: deque[tuple[float, int]] = deque([self._recent[0]])  # when, how many steps
 
     @property
@@ -176,6 +177,7 @@ class Run:
         self.episodes.add(episodes)
         self.last_update_at = self.elapsed if at is None else max(self.last_update_at, at)
         self._recent.append((self.last_update_at, self.steps))
+        _forget_older_updates(self._recent)
         if self._memory_readings.is_due():
             self._read_memory()
         self._unlogged = self._line(losses, asynchrony or {})
@@ -398,7 +400,7 @@ class Run:
         config, elapsed, machine = self.config, self.elapsed, self.plan.machine
         return {
             "run_id": self.run_id,
-            "algorithm": ALGORITHM_NAMES[config.algorithm],
+            "algorithm": config.traits.label,
             "mode": config.mode,
             "env": config.env.name,
             "seed": config.env.seed,
@@ -431,13 +433,23 @@ class Run:
         }
 
     def final_fps(self) -> float:
-        """Over the last updates of this process; of its log if the run was already complete and made none."""
+        """Return the speed over the last ten updates and at least the last second of this process.
+
+        Several updates may share one moment: reports of other machines come in lumps. A run that was already complete
+        and made no update takes the last lines of its log.
+        """
         recent = list(self._recent)
         if len(recent) == 1:
             lines = metrics.read_lines(self.directory.metrics_log)[-FINAL_FPS_UPDATES - 1 :]
             recent = [(line["time"], int(line["step"])) for line in lines] or recent
         (start, first), (end, last) = recent[0], recent[-1]
         return (last - first) / (end - start) if end > start else 0.0
+
+
+def _forget_older_updates(recent: deque[tuple[float, int]]) -> None:
+    """Keep (time, steps) of the last ten updates, and of those before that the last second needs."""
+    while len(recent) > FINAL_FPS_UPDATES + 1 and recent[-1][0] - recent[1][0] >= SHORTEST_RATE:
+        recent.popleft()
 
 
 def exit_status(run: Run) -> int:

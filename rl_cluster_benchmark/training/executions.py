@@ -22,10 +22,8 @@ class Execution(Protocol):
     ) -> None: ...
 
 
-EXECUTIONS: dict[str, Execution] = {
-    "ppo": distributed, "a2c": distributed, "a3c": hogwild_cluster, "impala": actor_learner_cluster
-}  # fmt: skip
-
-
 def of(config: Config) -> Execution:
-    return EXECUTIONS[config.algorithm]
+    """Return who collects and who learns in a run on several machines."""
+    if config.traits.has_actors:
+        return actor_learner_cluster
+    return hogwild_cluster if config.traits.is_lock_free else distributed

@@ -21,14 +21,11 @@ from rl_cluster_benchmark.processes.pool import start_server
 from rl_cluster_benchmark.processes.watchdog import limit_of, watched
 from rl_cluster_benchmark.run import checkpoint, resumption, summary
 from rl_cluster_benchmark.run.checkpoint_format import MAX_BYTES
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.training import executions, node
 
-EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
-ASYNCHRONOUS = {"a3c": hogwild.train, "impala": actor_learner.train}  # instead, in parallel mode
-
-BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
+BYTES_PER_OBSERVATION = {"image": 64 * 64 * 3, "vector": 200}
 BYTES_PER_PARAMETER = 16  # itself, its gradient and two moments
 
 
@@ -46,7 +43,7 @@ def train(
     `resume` goes on with the run in the directory and insists on one; `resume_if_present` starts one if there is none.
     """
     process.check_device(config.hardware.device)
-    if config.mode != "sequential":
+    if not config.is_sequential:
         start_server(config.env.game)
 
     def train_here(cluster: Cluster | None = None) -> int:
@@ -54,13 +51,11 @@ def train(
         return _train(config, signals, **how, cluster=cluster)
 
     try:
-        if config.algorithm == "impala" and config.mode == "distributed":
+        if config.traits.has_actors and config.is_distributed:
             config = split.fill_in(config, signals.check)
-        return node.train(config, signals, node_rank, train_here) if config.mode == "distributed" else train_here()
+        return node.train(config, signals, node_rank, train_here) if config.is_distributed else train_here()
     except Interrupted:
-        known = (
-            "" if config.mode == "distributed" else ": no file of a run was written or removed"
-        )  # elsewhere: who knows
+        known = "" if config.is_distributed else ": no file of a run was written or removed"  # elsewhere: who knows
         print(f"Stopped before training began{known}.", flush=True)
         return 128 + (signals.received or 0)
 
@@ -86,7 +81,7 @@ def _train(
                 f"another: {directory.contents()}. Add --overwrite (instead of --resume-if-present) to replace it, "
                 "or choose another --output-dir."
             )
-    if config.algorithm == "impala" and config.mode == "parallel":
+    if config.traits.has_actors and config.is_parallel:
         config = split.fill_in(config, signals.check)
     config, plan = planning.resolve(config)
     may_be_ending = cluster is not None and bool(may_resume or job)  # the head of the attempt before this one
@@ -131,7 +126,7 @@ def _train(
             run.memory_elsewhere = cluster.membership.memory_elsewhere
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
         try:
-            is_parent = config.mode != "sequential"
+            is_parent = not config.is_sequential
             with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), run:
                 if cluster is not None:
                     executions.of(config).train(run, cluster)
@@ -147,9 +142,12 @@ def _train(
 
 
 def _execution(config: Config) -> Callable[[Run], None]:
-    if config.mode == "parallel" and config.algorithm in ASYNCHRONOUS:
-        return ASYNCHRONOUS[config.algorithm]
-    return EXECUTIONS[config.mode]
+    """Return who collects and who learns in a run on one machine."""
+    if config.is_sequential:
+        return sequential.train
+    if config.traits.has_actors:
+        return actor_learner.train
+    return hogwild.train if config.traits.is_lock_free else data_parallel.train
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:
@@ -170,7 +168,7 @@ def _check_memory(config: Config, plan: planning.Plan) -> None:
             "model.mlp_sizes."
         )
     share = config.num_machines
-    size = config.rollout_size // share * BYTES_PER_OBSERVATION["game" if config.env.game else "toy"]
+    size = config.rollout_size // share * BYTES_PER_OBSERVATION["image" if config.env.has_images else "vector"]
     if plan.num_learners:
         size *= config.impala.pages_per_actor
     if size > plan.machine.memory_bytes:
@@ -183,7 +181,7 @@ def _check_memory(config: Config, plan: planning.Plan) -> None:
 
 def _check_replay(config: Config) -> None:
     """Refuse a setting that would do nothing: results would be named after it."""
-    if config.algorithm == "impala" and config.mode == "sequential" and config.impala.replay_fraction > 0:
+    if config.traits.has_actors and config.is_sequential and config.impala.replay_fraction > 0:
         raise UserError(
             f"impala.replay_fraction = {config.impala.replay_fraction:g} does nothing in sequential mode: there is no "
             "replay in one process. Leave it out, or take --mode parallel."
@@ -203,7 +201,7 @@ def _header(config: Config, plan: planning.Plan, directory: RunDirectory, cluste
     end = f"{config.training.total_timesteps:,} steps" + (f" or {hours:g} hours" if hours else "")
     rows = [
         line,
-        f"{ALGORITHM_NAMES[config.algorithm]} {config.mode.capitalize()} Training",
+        f"{config.traits.label} {config.mode.capitalize()} Training",
         line,
         f"Environment: {config.env.name}",
         f"Num environments: {config.env.num_envs}",
@@ -215,7 +213,7 @@ def _header(config: Config, plan: planning.Plan, directory: RunDirectory, cluste
     if cluster is not None:
         machines = ", ".join(f"{n.name} ({n.processes}, {n.address})" for n in cluster.nodes)
         rows.append(f"Machines: {len(cluster.nodes)}: {machines} | Synchronisation: {_synchronisation(config)}")
-    if config.algorithm == "ppo" and config.training.batch_size > config.rollout_size:
+    if config.traits.has_minibatches and config.training.batch_size > config.rollout_size:
         rows.append(
             f"Note: batch_size {config.training.batch_size} is more than a rollout of {config.rollout_size}; "
             "each epoch is one minibatch."

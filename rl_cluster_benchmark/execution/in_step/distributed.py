@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError
@@ -213,12 +212,10 @@ class NodeCourse(WorkerCourse):
     def average(self) -> None:
         """Give all machines the mean of their parameters and optimiser states."""
         leaders, algorithm = self.leaders, self.worker.algorithm
-        assert not isinstance(algorithm, Impala)
-        on_policy = algorithm.on_policy
-        for vector in on_policy.learner.vectors():
+        for vector in algorithm.learner.vectors():
             self.reduce.share(vector, leaders.average if leaders else the_leader_does)
         self.worker.model.weights_changed()
-        scale = on_policy.normalize_rewards.scale
+        scale = algorithm.normalize_rewards.scale
         mine = torch.tensor([scale.mean, scale.variance, scale.count], dtype=torch.float64)
         scale.mean, scale.variance, scale.count = (self.reduce(mine) / self.num_workers).tolist()
         self._averaged_at = self.updates

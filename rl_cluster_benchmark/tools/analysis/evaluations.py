@@ -33,6 +33,7 @@ NOT_COMPARABLE = (
 )
 MAX_FILES = 100  # evaluations in a directory
 MAX_CLIP = 3_000_000  # bytes
+UNKNOWN = "does not say which checkpoint it is of; evaluate again"
 CLIP_TYPES = {b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
 
@@ -74,10 +75,13 @@ def how_played(found: Sequence[Evaluation]) -> tuple[str, str]:
     return str(most) if fewest == most else f"{fewest} to {most}", how
 
 
-def load_evaluations(path: Path, config: Config, summary: Summary) -> tuple[dict[str, Evaluation], list[LeftOut]]:
+def load_evaluations(
+    path: Path, config: Config, summary: Summary, *, has_ended: bool = True
+) -> tuple[dict[str, Evaluation], list[LeftOut]]:
     """Return the evaluations that are of a run, by their levels, and those, and a clip, that are not.
 
     Of several on the same levels it is one that names its checkpoint, then the one with most episodes.
+    A run that goes on, or was killed (`has_ended` is false), has the newest checkpoint that is there.
     """
     last = last_checkpoint(path, config, summary)
     found: dict[str, Evaluation] = {}
@@ -87,6 +91,8 @@ def load_evaluations(path: Path, config: Config, summary: Summary) -> tuple[dict
             evaluation = _read(path, file)
             if evaluation is None:
                 continue  # another program's file
+            if evaluation.origin is None and not has_ended:
+                raise UnusableRunError(UNKNOWN)
             _require_of_run(evaluation, config, summary, last)
         except UnusableRunError as error:
             left_out.append(LeftOut(file, str(error)))
@@ -130,7 +136,8 @@ def last_checkpoint(path: Path, config: Config, summary: Summary) -> Checkpoint 
     for file in files:
         digest = checkpoint.digest_of(file) if is_inside(path, file) else None
         if digest is not None:
-            return Checkpoint(digest=digest, steps=summary.total_timesteps)
+            name = file.stem.rpartition("_")[2]  # the number of steps, but for a final one
+            return Checkpoint(digest=digest, steps=int(name) if name.isdigit() else summary.total_timesteps)
     return None
 
 
@@ -141,7 +148,7 @@ def _require_of_run(evaluation: Evaluation, config: Config, summary: Summary, la
         raise UnusableRunError(f"is of {evaluation.env}, the run of {config.env.name}")
     if origin is None:
         if summary.run_id is not None:
-            raise UnusableRunError("does not say which checkpoint it is of; evaluate again")
+            raise UnusableRunError(UNKNOWN)
         return
     if origin.policy == "random":
         raise UnusableRunError("is of a random policy, not of the run's agent")

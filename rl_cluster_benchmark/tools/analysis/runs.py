@@ -178,13 +178,15 @@ def _load_run(path: Path) -> RunRecord:
     series = load_series(path, config)
     summary = load_summary(path, config)
     last = series["update"][-1] if len(series["update"]) else 0
-    if running or summary is None or summary.total_updates < last:
-        current = summary_of(series, "interrupted")
-        state: State = "running" if running else "interrupted"
-        return RunRecord(path, config, state, None if running else KILLED, current, series)
-    evaluations, left_out = load_evaluations(path, config, summary)
+    state: State
+    if has_ended := not running and summary is not None and summary.total_updates >= last:
+        state, reason = summary.state, summary.reason
+    else:
+        state, reason = ("running", None) if running else ("interrupted", KILLED)
+        summary = summary_of(series, "interrupted")
+    evaluations, left_out = load_evaluations(path, config, summary, has_ended=has_ended)
     doubts = tuple(_doubts(config, summary, last))
-    return RunRecord(path, config, summary.state, summary.reason, summary, series, evaluations, tuple(left_out), doubts)
+    return RunRecord(path, config, state, reason, summary, series, evaluations, tuple(left_out), doubts)
 
 
 def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:

@@ -40,9 +40,14 @@ def read_points(path: Path) -> list[dict[str, float]]:
     points: list[dict[str, float]] = []
     for line in lines:
         point = _parse(line)
-        if point is not None and (not points or point["step"] > points[-1]["step"]):
+        if point is not None and (not points or _place(point) > _place(points[-1])):
             points.append(point)
     return points
+
+
+def _place(point: dict[str, float]) -> tuple[float, float]:
+    """Return where a line stands in a log; an update of IMPALA that only replays has no new steps."""
+    return point["step"], point["update"]
 
 
 class GrowingLog:
