@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_cluster_benchmark import __version__
@@ -24,6 +25,7 @@ from rl_cluster_benchmark.cli.arguments import (
     positive,
     rank,
     seed,
+    settings_from,
     start_signals,
     without_effect,
 )
@@ -181,7 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", metavar="FILE", help="default: the newest one in ./checkpoints, ./runs and ./benchmarks"
+        "--checkpoint", type=Path, metavar="FILE", help="default: the newest in ./checkpoints, ./runs and ./benchmarks"
     )
     parser.add_argument(
         "--algorithm", type=str.lower, metavar="NAME",
@@ -201,8 +203,10 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-threads", type=positive, metavar="N", help="threads to use; default: one per physical core"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the results to a file")
-    parser.add_argument("--video", metavar="FILE", help="record episodes side by side: .gif, .mp4, or a short .webp")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
+    parser.add_argument(
+        "--video", type=Path, metavar="FILE", help="record episodes side by side: .gif, .mp4, or a short .webp"
+    )
     parser.add_argument("--render", action="store_true", help="watch in a window (needs a display)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config: --set env.num_levels=500"
@@ -240,22 +244,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     threads = {"hardware.num_threads": overrides.get("hardware.num_threads")}
     num_threads = args.num_threads or load(None, threads).hardware.num_threads or detection.detect().usable_cores
     process.prepare_process(num_threads)
-    from rl_cluster_benchmark.tools.evaluation.evaluate import evaluate_checkpoint
+    from rl_cluster_benchmark.tools.evaluation.evaluate import EvaluationSettings, evaluate_checkpoint
 
-    return evaluate_checkpoint(
-        args.checkpoint,
-        overrides=overrides,
-        algorithm=args.algorithm,
-        num_episodes=args.num_episodes,
-        deterministic=args.deterministic,
-        at_random=args.random,
-        seed=args.seed,
-        levels=args.levels,
-        num_threads=num_threads,
-        json_file=args.json,
-        video=args.video,
-        render=args.render,
-    )
+    return evaluate_checkpoint(settings_from(EvaluationSettings, args, overrides=overrides, num_threads=num_threads))
 
 
 def _plot(args: argparse.Namespace) -> int:

@@ -62,52 +62,56 @@ class Result:
     engine: str
 
 
-def evaluate_checkpoint(
-    checkpoint_file: str | None,
-    *,
-    overrides: Mapping[str, object],
-    algorithm: str | None,
-    num_episodes: int,
-    deterministic: bool,
-    at_random: bool,
-    seed: int,
-    levels: Levels,
-    num_threads: int | None,
-    json_file: str | None,
-    video: str | None,
-    render: bool,
-) -> int:
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What `rlcb evaluate` is asked for, under the names of its arguments."""
+
+    checkpoint: Path | None  # None: the newest one there is
+    algorithm: str | None
+    num_episodes: int
+    deterministic: bool
+    random: bool  # play at random in the agent's place
+    seed: int
+    levels: Levels
+    num_threads: int
+    json: Path | None
+    video: Path | None
+    render: bool
+    overrides: Mapping[str, object]  # of the config
+
+
+def evaluate_checkpoint(asked: EvaluationSettings) -> int:
     """Print the results of a checkpoint (`rlcb evaluate`); return the exit status."""
-    if at_random and deterministic:
+    if asked.random and asked.deterministic:
         raise UserError("--random and --deterministic exclude each other: a random policy has no likeliest action.")
-    screen = open_screen(video, render)
-    path = Path(checkpoint_file) if checkpoint_file else _newest_checkpoint(algorithm)
-    for option, file in (("--json", json_file), ("--video", video)):
+    screen = open_screen(asked.video, asked.render)
+    path = asked.checkpoint or _newest_checkpoint(asked.algorithm)
+    for option, file in (("--json", asked.json), ("--video", asked.video)):
         if file is not None:
-            check_output(option, Path(file), [path])
-    if json_file is not None:
-        _check_json(Path(json_file))
+            check_output(option, file, [path])
+    if asked.json is not None:
+        _check_json(asked.json)
     data = checkpoint.read(path)
     state = checkpoint.parse(data, path)
-    config = _config_of(state, overrides, algorithm, num_threads)
+    config = _config_of(state, asked)
     name = ALGORITHM_NAMES[config.algorithm]
     process.check_device(config.hardware.device)
-    asked, levels = levels, levels_to_play(config.env, levels)
+    levels = levels_to_play(config.env, asked.levels)
     where = level_text(levels, config.env, EnvConfig.model_validate(state["config"]["env"]))
-    origin = _origin(path, checkpoint.digest_at_end(data), state, config, at_random)
+    origin = _origin(path, checkpoint.digest_at_end(data), state, config, asked.random)
     print("\n".join(_header(name, config, state, path, where)), flush=True)
-    if asked != levels and config.env.game is not None:
-        print(f"--levels {asked}: with env.num_levels 0 no level is held back from training; played: {where}.")
+    if levels != asked.levels and config.env.game is not None:
+        print(f"--levels {asked.levels}: with env.num_levels 0 no level is held back from training; played: {where}.")
     result = evaluate(
-        config, None if at_random else state, num_episodes=num_episodes, deterministic=deterministic, levels=levels,
-        seed=seed, screen=screen,
+        config, None if asked.random else state, num_episodes=asked.num_episodes, deterministic=asked.deterministic,
+        levels=levels, seed=asked.seed, screen=screen,
     )  # fmt: skip
-    print("\n".join(block(f"{'Random Policy' if at_random else name} Evaluation Results", result, where)))
+    print("\n".join(block(f"{'Random Policy' if asked.random else name} Evaluation Results", result, where)))
     if screen is not None:
         screen.close(clip_mark(origin["checkpoint"]["digest"], origin["policy"]))
-    if json_file is not None:
-        write_output(Path(json_file), as_json(asdict(result) | {"origin": origin}))
-        print(f"Saved {json_file}")
+    if asked.json is not None:
+        write_output(asked.json, as_json(asdict(result) | {"origin": origin}))
+        print(f"Saved {asked.json}")
     return 0
 
 
@@ -320,18 +324,18 @@ def _header(name: str, config: Config, state: dict[str, Any], path: Path, where:
     ]
 
 
-def _config_of(
-    state: dict[str, Any], overrides: Mapping[str, object], algorithm: str | None, num_threads: int | None
-) -> Config:
+def _config_of(state: dict[str, Any], asked: EvaluationSettings) -> Config:
     data = dict(state["config"])
-    if algorithm is not None and algorithm != data["algorithm"]:
-        raise UserError(f"The checkpoint was trained with {data['algorithm']}, not {algorithm}; leave --algorithm out.")
-    for key in map(configs.home_of, overrides):
+    if asked.algorithm not in (None, data["algorithm"]):
+        raise UserError(
+            f"The checkpoint was trained with {data['algorithm']}, not {asked.algorithm}; leave --algorithm out."
+        )
+    for key in map(configs.home_of, asked.overrides):
         if key in NOT_PLAYED_WITH:
             raise UserError(f"--set {key} has no effect on an evaluation; {NOT_PLAYED_WITH[key]}.")
         if not key.startswith(("env.", "hardware.", "model.")):
             raise UserError(f"--set {key} has no effect on an evaluation; keys of env and hardware have.")
-    changes: dict[str, object] = {"hardware.num_threads": num_threads, **overrides}
+    changes: dict[str, object] = {"hardware.num_threads": asked.num_threads, **asked.overrides}
     if data["hardware"]["device"] != "cpu" and not torch.cuda.is_available():
         changes.setdefault("hardware.device", "cpu")
     return configs.build(data, changes, source="checkpoint")

@@ -40,12 +40,12 @@ def mark_of_clip(content: bytes) -> tuple[str, str] | None:
     return (found[1].decode(), found[2].decode()) if found else None
 
 
-def open_screen(video: str | None, render: bool) -> Screen | None:
+def open_screen(video: Path | None, render: bool) -> Screen | None:
     """Return where evaluated frames go, checked before any episode is played."""
     if video is not None and render:
         raise UserError("Give either --video or --render, not both.")
     if video is not None:
-        return FrameRecorder(Path(video))
+        return FrameRecorder(video)
     return Window() if render else None
 
 
