@@ -65,7 +65,7 @@ def benchmark(
         check_replaceable(directory)
         cells = _look_at_all(directory, matrix)
         status = _work(directory, cells, matrix, signals, keep_partial)
-        if signals.received is None:
+        if not signals.has_come():
             report(directory, cells)
     _name_failed(cells)
     return status
@@ -111,7 +111,8 @@ def _prepare(
 ) -> Matrix:
     """Return the matrix to work on: the one in the directory, or a new one, written there. The lock is held.
 
-    Runs without a plan are nobody knows what: they are not gone on with. `only` is the cell that will be replaced.
+    How runs without a plan were trained is not known: they are not gone on with. `only` is the cell that will be
+    replaced.
     """
     exists = (directory / matrices.FILE).is_file()
     if resume and exists:
@@ -192,13 +193,13 @@ def _work(directory: Path, cells: Sequence[CellProgress], matrix: Matrix, signal
     (directory / CELLS).mkdir(parents=True, exist_ok=True)
     table = CellTable(cells, matrix)
     for progress in cells:
-        if progress.state != "done" and signals.received is None:
+        if progress.state != "done" and not signals.has_come():
             table.begin()
             work_on(progress, matrix, signals, table.show, keep_partial)
     table.end()
-    if signals.received is not None:
+    if signals.has_come():
         print(f"Interrupted. To go on: rlcb benchmark --resume --output-dir {shlex.quote(str(directory))}")
-        return 128 + signals.received
+        return signals.status
     return 1 if any(progress.state == "failed" for progress in cells) else 0
 
 

@@ -129,13 +129,13 @@ def _call(
     try:
         while not child.has_ended():
             is_late = is_late or (deadline is not None and time.monotonic() - child.started > deadline)
-            if signals.received is not None or is_late:
+            if signals.has_come() or is_late:
                 child.ask_to_end()
             look()
             time.sleep(SECONDS_BETWEEN_LOOKS)
     finally:
         child.kill()
-    if signals.received is not None:
+    if signals.has_come():
         raise _Interrupted
     if is_late:
         raise _Failed("the run was ended: it had taken more than twice its time")
@@ -173,7 +173,7 @@ def _wait_for_orphan(progress: CellProgress, signals: Signals) -> None:
     """Wait for the end of a run that a killed benchmark has left; it was told to end."""
     end = time.monotonic() + SECONDS_FOR_AN_ORPHAN
     while is_running(progress.directory):
-        if signals.received is not None:
+        if signals.has_come():
             raise _Interrupted
         if time.monotonic() > end:
             raise _Failed("another process is training it")

@@ -106,9 +106,9 @@ def follow(system: BatchSystem, job: str, options: JobOptions, signals: Signals)
             print(f"rlcb launch: job {job} is {state}", file=sys.stderr, flush=True)
         ended, last_state = state is None, state
         position = _show_from(log, position)
-        if signals.received is not None:
+        if signals.has_come():
             print(f"rlcb launch: job {job} goes on; its log is {log}", file=sys.stderr, flush=True)
-            return 128 + signals.received
+            return signals.status
         if not ended:
             time.sleep(SECONDS_BETWEEN_LOOKS)
     _show_from(log, position)

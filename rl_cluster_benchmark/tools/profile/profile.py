@@ -155,7 +155,7 @@ class WatchedRun:
     def _wait(self, condition: Callable[[], bool], what: str, limit: float = SECONDS_WITHOUT_PROGRESS) -> None:
         began = time.monotonic()
         while not condition():
-            if self.signals.received is not None:
+            if self.signals.has_come():
                 raise KeyboardInterrupt
             if self.run.poll() is not None:
                 raise self.run.failure()
@@ -167,7 +167,7 @@ class WatchedRun:
     def end(self) -> None:
         """End the run, in good order where that gives a summary."""
         os.environ.pop(FOLDER_VARIABLE, None)
-        if self.run.poll() is None and self.signals.received is None and list(self.notes.glob("*.json")):
+        if self.run.poll() is None and not self.signals.has_come() and list(self.notes.glob("*.json")):
             self.run.send(signal.SIGTERM)
             self.rate = self.run.rate()
         self.run.kill()

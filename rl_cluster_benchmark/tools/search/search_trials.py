@@ -112,7 +112,7 @@ class RunningTrial:
         self.ask_to_end()
 
     def _fail(self, failed: Sequence[str]) -> None:
-        """End a trial of which a run has failed, unless all its runs can still be judged at the next rung.
+        """End a trial that has a failed run, unless all its runs can still be judged at the next rung.
 
         So whether a trial counts as stopped or as failed does not depend on when its runs are looked at.
         """

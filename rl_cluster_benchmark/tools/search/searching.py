@@ -50,10 +50,10 @@ def search(space: SearchSpace | None, settings: SearchSettings, signals: Signals
     with study.locked():
         lines = search_report.write(study)
     print("\n".join(lines), flush=True)
-    if signals.received is not None:
+    if signals.has_come():
         where = shlex.quote(str(settings.directory))
         print(f"Interrupted. The same command goes on, or: rlcb search --output-dir {where}{_limits(settings)}")
-        return 128 + signals.received
+        return signals.status
     if course.failed_at_the_start is not None:
         raise TrainingFailedError(
             f"The first {FAILURES_AT_THE_START} trials failed, and the search has ended; the last one: "
@@ -104,12 +104,12 @@ class SearchRun:
 
     def work(self) -> None:
         """Train trials until there are enough, the time is over, the first ones all fail, or somebody asks to end."""
-        while self.signals.received is None and self.failed_at_the_start is None:
+        while not self.signals.has_come() and self.failed_at_the_start is None:
             self._begin_trials()
             if not self.running:
                 return
             for trial in list(self.running):
-                if self.signals.received is None and trial.look():
+                if not self.signals.has_come() and trial.look():
                     self._ended(trial)
             self.progress.show(self.study.trials, [trial.fraction() for trial in self.running])
             time.sleep(SECONDS_BETWEEN_LOOKS)
