@@ -19,7 +19,7 @@ from stand_ins import StandIns
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.tools.analysis.runs import UnusableRunError, load_run
-from rl_cluster_benchmark.tools.benchmark.board import Board
+from rl_cluster_benchmark.tools.benchmark.cell_table import CellTable
 from rl_cluster_benchmark.tools.benchmark.cells import CellProgress, look_at, work_on
 from rl_cluster_benchmark.tools.benchmark.matrix import Matrix, build, load
 
@@ -203,9 +203,9 @@ def test_the_board_knows_that_steps_may_end_a_timed_cell():
     matrix = Matrix(algorithms=["ppo"], modes=["sequential"], games=["Catch-v0"], seeds=[1, 2, 3],
                     duration_hours=1.0, total_timesteps=1000)  # fmt: skip
     cells = [CellProgress(cell, Path(cell.name)) for cell in matrix.cells()]
-    assert Board(cells, matrix).seconds_left() > 3 * 3600
+    assert CellTable(cells, matrix).seconds_left() > 3 * 3600
     cells[0].state, cells[0].seconds = "done", 20.0
-    assert Board(cells, matrix).seconds_left() == pytest.approx(40.0)
+    assert CellTable(cells, matrix).seconds_left() == pytest.approx(40.0)
 
 
 def test_a_cell_that_was_only_evaluated_took_its_training_too(benchmarked, tmp_path):
@@ -226,7 +226,7 @@ def test_the_board_estimates_the_end(benchmarked, tmp_path):
     matrix = load(benchmarked)
     cells = [look_at(cell, benchmarked / "cells" / cell.name, matrix) for cell in matrix.cells()]
     assert {progress.state for progress in cells} == {"done"}
-    board = Board(cells, matrix)
+    board = CellTable(cells, matrix)
     assert board.status() == "4 of 4 cells done"
     cells[0].seconds, cells[1].seconds, cells[2].seconds = 10.0, 20.0, 30.0
     cells[3].state = "to come"

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from conftest import ROOT, environment, rlcb
 
-from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.tools.checkup import checkup_report, expectation, hosts
 from rl_cluster_benchmark.tools.checkup.hosts import Answer
 from rl_cluster_benchmark.tools.checkup.probe import Link, Measurements, Member, Sums
@@ -161,11 +160,3 @@ def test_wrong_input_is_answered_with_a_sentence(args, sentence):
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_question_is_answered_by_this_version():
-    """What is run on the other machines stands in a text that no import check reads."""
-    done = subprocess.run([sys.executable, "-c", hosts.QUESTION], capture_output=True, text=True, check=True)
-    answer = hosts.understand(Host("n9", "n9"), 0, done.stdout, OPTIONS)
-    assert answer.is_ready, answer.trouble
-    assert answer.usable_cores == detection.detect().usable_cores

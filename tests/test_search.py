@@ -26,10 +26,9 @@ from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.tools.analysis.runs import is_running, load_run
 from rl_cluster_benchmark.tools.search import search_trials, searching
 from rl_cluster_benchmark.tools.search.sampling import importances, suggest
-from rl_cluster_benchmark.tools.search.score import Log, is_stopped
-from rl_cluster_benchmark.tools.search.search_progress import SearchProgress
 from rl_cluster_benchmark.tools.search.search_space import Rung
-from rl_cluster_benchmark.tools.search.searching import core_shares, search
+from rl_cluster_benchmark.tools.search.search_trials import Log, is_stopped
+from rl_cluster_benchmark.tools.search.searching import SearchProgress, core_shares, search
 from rl_cluster_benchmark.tools.search.space_files import read_space, spaces
 from rl_cluster_benchmark.tools.search.study import Study, Trial
 

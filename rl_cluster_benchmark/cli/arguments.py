@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config.schema import Config
     from rl_cluster_benchmark.core.stop import Signals
+
+Settings = TypeVar("Settings")
 
 PLACES = ("algorithm", "mode", "output_dir", "logging.log_dir", "logging.checkpoint_dir")  # where a run is
 
@@ -107,6 +110,12 @@ seconds = number(lambda value: 0 < value <= 86_400, "a number of seconds, at mos
 
 def numbers(text: str) -> list[int]:
     return [positive(part.strip()) for part in text.split(",")]
+
+
+def settings_from(kind: Callable[..., Settings], args: argparse.Namespace, **others: object) -> Settings:
+    """Return settings of this kind: `others`, and for the other fields the arguments of the same names."""
+    names = (field.name for field in dataclasses.fields(kind) if field.name not in others)  # type: ignore[arg-type]
+    return kind(**others, **{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
 def start_signals() -> Signals:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_cluster_benchmark.cli.arguments import number, positive, rank, start_signals
+from rl_cluster_benchmark.cli.launch_commands import add_remote_arguments, add_ssh_option, ssh_options
 from rl_cluster_benchmark.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from rl_cluster_benchmark.cli.launch_commands import add_remote_arguments, add_ssh_option
     from rl_cluster_benchmark.tools.launch import names
 
     parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> in
 
 
 def _from_inside(args: argparse.Namespace) -> int:
-    """This is one of the machines; the head tells what all have measured."""
+    """Measure as one of the machines; the head prints what all have measured."""
     from rl_cluster_benchmark.cluster import placement
     from rl_cluster_benchmark.config import config_files
     from rl_cluster_benchmark.core.stop import Interrupted
@@ -120,12 +120,8 @@ def _from_inside(args: argparse.Namespace) -> int:
 def _from_outside(args: argparse.Namespace, hosts: str) -> int:
     from rl_cluster_benchmark.tools.checkup import checkup_report
     from rl_cluster_benchmark.tools.checkup import hosts as machines
-    from rl_cluster_benchmark.tools.launch.ssh import options_from
 
-    options = options_from(
-        hosts, python=args.python, directory=args.directory, activate=args.activate, variables=args.env,
-        ssh_options=args.ssh_option,
-    )  # fmt: skip
+    options = ssh_options(args, hosts)
     print(f"Asking {len(options.hosts)} machines through ssh ...", flush=True)
     answers = machines.ask_all(options)
     ready = [answer.host for answer in machines.able_to_meet(answers)]

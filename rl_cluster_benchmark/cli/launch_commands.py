@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_cluster_benchmark.cli.arguments import positive, start_signals
+from rl_cluster_benchmark.cli.arguments import positive, settings_from, start_signals
 from rl_cluster_benchmark.tools.launch import names
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.tools.launch.command import TrainCommand
     from rl_cluster_benchmark.tools.launch.jobs import JobOptions
+    from rl_cluster_benchmark.tools.launch.ssh import SshOptions
 
 DESCRIPTION = """\
 Start `rlcb train --mode distributed` on several machines. When a machine is lost the run starts again from its last
@@ -104,17 +105,27 @@ def _add_job_arguments(parser: argparse.ArgumentParser, *, queue: str, log: str,
     parser.add_argument("--cpus-per-node", type=positive, metavar="N", help="cores of each")
     parser.add_argument("--memory", type=text, metavar="SIZE", help="of each machine, as the batch system writes it")
     parser.add_argument(
-        "--time", type=text, metavar="HH:MM:SS", help="time limit; the run saves and requeues before it"
+        "--time",
+        type=text,
+        dest="time_limit",
+        metavar="HH:MM:SS",
+        help="time limit; the run saves and requeues before it",
     )
     parser.add_argument(queue, type=text, dest="partition", metavar="NAME", help="where to queue the job")
     parser.add_argument("--account", type=text, metavar="NAME", help="whom to charge")
-    parser.add_argument("--job-name", type=text, default="rlcb", metavar="NAME", help="default: rlcb")
+    parser.add_argument("--job-name", type=text, default="rlcb", dest="name", metavar="NAME", help="default: rlcb")
     parser.add_argument("--log", type=text, metavar="FILE", help=f"the job's output; default: {log}")
     parser.add_argument("--activate", metavar="COMMAND", help="shell command that prepares the environment")
     parser.add_argument("--python", type=text, metavar="FILE", help="interpreter in the job; default: this one")
     parser.add_argument("--directory", type=text, metavar="DIR", help="working directory of the job; default: this one")
     parser.add_argument(
-        "--option", type=text, action="append", default=[], metavar="LINE", help=f"a further {directive} line"
+        "--option",
+        type=text,
+        action="append",
+        default=[],
+        dest="directives",
+        metavar="LINE",
+        help=f"a further {directive} line",
     )
     parser.add_argument(
         "--script", type=text, metavar="FILE",
@@ -136,17 +147,19 @@ def _local(args: argparse.Namespace) -> int:
     return local.launch(_command(args, args.nodes), args.nodes, start_signals())
 
 
+def ssh_options(args: argparse.Namespace, hosts: str) -> SshOptions:
+    """Return what add_remote_arguments and add_ssh_option have read, for these hosts."""
+    from rl_cluster_benchmark.tools.launch import ssh
+    from rl_cluster_benchmark.tools.launch.command import interpreter
+
+    client, directory = ssh.ssh_client(args.ssh_option), args.directory or os.getcwd()
+    return ssh.SshOptions(ssh.read_hosts(hosts), client, directory, interpreter(args.python), args.activate, args.env)
+
+
 def _ssh(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.launch import ssh
 
-    options = ssh.options_from(
-        args.hosts,
-        python=args.python,
-        directory=args.directory,
-        activate=args.activate,
-        variables=args.env,
-        ssh_options=args.ssh_option,
-    )
+    options = ssh_options(args, args.hosts)
     return ssh.launch(_command(args, len(options.hosts)), options, start_signals())
 
 
@@ -154,20 +167,8 @@ def _job_options(args: argparse.Namespace, log: str | None) -> JobOptions:
     from rl_cluster_benchmark.tools.launch.command import interpreter
     from rl_cluster_benchmark.tools.launch.jobs import JobOptions
 
-    return JobOptions(
-        name=args.job_name,
-        nodes=args.nodes,
-        cpus_per_node=args.cpus_per_node,
-        memory=args.memory,
-        time_limit=args.time,
-        partition=args.partition,
-        account=args.account,
-        log=args.log or log,
-        activate=args.activate,
-        directory=str(Path(args.directory or os.getcwd()).resolve()),
-        python=interpreter(args.python),
-        directives=args.option,
-    )
+    directory = str(Path(args.directory or os.getcwd()).resolve())
+    return settings_from(JobOptions, args, log=args.log or log, directory=directory, python=interpreter(args.python))
 
 
 def _slurm(args: argparse.Namespace) -> int:
@@ -214,7 +215,7 @@ def _submit(args: argparse.Namespace, system: Any, options: JobOptions, script: 
 
 
 def _script_file(args: argparse.Namespace, command: TrainCommand) -> Path:
-    return Path(args.script or f"{names.file_name(args.job_name)}-{command.job[:8]}.sh")
+    return Path(args.script or f"{names.file_name(args.name)}-{command.job[:8]}.sh")
 
 
 def _ray(args: argparse.Namespace) -> int:

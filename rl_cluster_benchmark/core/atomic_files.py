@@ -18,6 +18,7 @@ import psutil
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 
 TEMPORARY_FILE = re.compile(r"\..+\.[^/]*-(?P<pid>\d+)\.tmp")
+MAX_OBJECT = 1_000_000  # bytes of a JSON file that read_object takes
 SECONDS_TO_WRITE_A_FILE = 3600.0  # at most; an older temporary file counts as a leftover, whoever wrote it
 
 
@@ -87,6 +88,16 @@ def open_plain(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no plain file")
     return os.fdopen(descriptor, "rb")
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a plain file of at most a megabyte; None if there is none in it."""
+    try:
+        with open_plain(file) as opened:
+            content = json.loads(opened.read(MAX_OBJECT))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def cannot_write(path: Path, error: OSError) -> TrainingFailedError:

@@ -30,6 +30,10 @@ def check_output(option: str, path: Path, reads: Iterable[Path] = ()) -> None:
         raise UserError(f"{option} {path} is part of a run's own record; name another file.")
 
 
+def cannot_write_to(directory: Path, error: OSError) -> UserError:
+    return UserError(f"Cannot write to {directory} ({error.strerror}); choose another --output-dir.")
+
+
 def _is_same(path: Path, other: Path) -> bool:
     try:
         return os.path.samefile(path, other)

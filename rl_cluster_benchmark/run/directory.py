@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import socket
@@ -14,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rl_cluster_benchmark.config.schema import Config, Mode
 from rl_cluster_benchmark.config.traits import LABELS as ALGORITHM_NAMES  # noqa: F401
@@ -23,7 +22,7 @@ from rl_cluster_benchmark.core.atomic_files import (
     cannot_write,
     check_can_write,
     make_directory,
-    open_plain,
+    read_object,
     remove_leftovers,
     sync_directory,
     write_atomically,
@@ -32,7 +31,6 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 
 LOCK = ".lock"
 LOOK_SECONDS = 0.2  # for which readers may hold a lock to see whether a run is going on
-MAX_RESULT = 1_000_000  # bytes of an evaluation's file that are read
 CLIPS = ("clip.webp", "clip.gif")  # videos of the agent, shown in reports
 LOCK_ATTEMPTS = 5
 
@@ -275,10 +273,10 @@ class RunDirectory:
         """
         if not self.has_something_to_replace():
             return []
-        mine = (_read_json(self.summary) or {}).get("run_id")
+        mine = (read_object(self.summary) or {}).get("run_id")
         found = [self.root / name for name in CLIPS]
         for file in self.root.glob("eval*.json"):
-            content = _read_json(file) or {}
+            content = read_object(file) or {}
             of = content.get("origin")
             others = of.get("run_id") if isinstance(of, dict) else None
             if "mean_reward" in content and (mine is None or others in (None, mine)):
@@ -342,16 +340,6 @@ def _lock(descriptor: int, kind: int, patience: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
         time.sleep(0.05)
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    """Return the object in a small JSON file, or None if it holds none."""
-    try:
-        with open_plain(file) as opened:
-            content = json.loads(opened.read(MAX_RESULT))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _is_open_in(pid: str, descriptor: int) -> bool:

@@ -57,7 +57,7 @@ class LearningTask:
 
     @property
     def holds_levels_back(self) -> bool:
-        """Are there levels that training never shows?"""
+        """Return whether there are levels that training never shows."""
         return self.env.game is not None and self.env.num_levels > 0
 
     def __str__(self) -> str:
@@ -72,6 +72,8 @@ class LearningTask:
 
 @dataclass(frozen=True)
 class Group:
+    """Runs of one variant on one task that differ by their seeds alone."""
+
     variant: str
     task: LearningTask
     runs: tuple[RunRecord, ...]  # in order of their seeds, each seed once
@@ -88,7 +90,7 @@ class Group:
         return [value for run in self.runs if (value := metric(run)) is not None]
 
     def estimate(self, metric: Metric) -> Estimate | None:
-        """The mean over seeds and its interval; None unless every seed has the figure, of agents that acted alike."""
+        """Return the mean over seeds and its interval, or None unless all seeds have it and acted alike."""
         values = self.values(metric)
         if len(values) < len(self.runs) or ways_of_acting(self.runs, *LEVELS_OF.get(metric, ())) > 1:
             return None
@@ -99,7 +101,7 @@ class Group:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """In order of tasks, then of algorithms and modes as they come."""
+    """Return the groups in order of tasks, then of algorithms and modes as they come."""
     labels = _variant_labels(runs)
     members: dict[tuple[str, LearningTask], list[RunRecord]] = {}
     for run, label in zip(runs, labels, strict=True):
@@ -110,7 +112,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _variant_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """`PPO parallel`; where settings differ too, they are named: `PPO parallel (num_workers 4)`."""
+    """Return a name for each run's variant: `PPO parallel`, or `PPO parallel (num_workers 4)` where settings differ."""
     settings = [_settings(run) for run in runs]
     names = [f"{run.algorithm} {run.mode}" for run in runs]
     labels, seen = [], set()
@@ -217,7 +219,7 @@ def ways_of_acting(runs: Iterable[RunRecord], *levels: str) -> int:
 
 
 def gap(run: RunRecord) -> float | None:
-    """How much better the agent plays levels it was trained on than levels never trained on."""
+    """Return how much better the agent plays levels it was trained on than levels never trained on."""
     train, test = train_reward(run), test_reward(run)
     return train - test if train is not None and test is not None else None
 
@@ -229,7 +231,7 @@ LEVELS_OF: dict[Metric, tuple[str, ...]] = {
 
 
 def reached(run: RunRecord, threshold: float) -> tuple[float, float] | None:
-    """(steps, seconds) after which the mean of the last 100 episodes was first at the threshold."""
+    """Return (steps, seconds) after which the mean of the last 100 episodes was first at the threshold."""
     rewards, episodes = run.series.get("charts/episodic_return"), run.series.get("charts/episodes")
     if rewards is None or episodes is None:
         return None
@@ -243,7 +245,7 @@ def published_until(env: EnvConfig, step: float) -> list[published.CurvePoint]:
 
 
 def published_reward(task: LearningTask, at_step: float, split: str = "train") -> float | None:
-    """What the published PPO had reached after as many steps; None before its first point or after its last."""
+    """Return what the published PPO had reached after as many steps; None outside of its curve."""
     points = published.curve(task.env, split)
     if not points or not points[0].step <= at_step <= points[-1].step:
         return None

@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.core.text import plain
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, LOCK, RunDirectory
 from rl_cluster_benchmark.tools.analysis.evaluations import ANY_NAME, Evaluation, load_evaluations
 from rl_cluster_benchmark.tools.analysis.run_files import (
+    LeftOut,
     Summary,
     UnusableRunError,
     load_config,
@@ -40,6 +40,8 @@ KILLED = "it ended without a summary: killed, or the machine went down"
 
 @dataclass(frozen=True)
 class RunRecord:
+    """A run, as its files tell of it."""
+
     path: Path
     config: Config
     state: State
@@ -67,6 +69,25 @@ class RunRecord:
         return self.config.env.seed
 
     @property
+    def notes(self) -> list[str]:
+        """Return what does not go together in its files, and which evaluations are not of it."""
+        return [*self.doubts, *(f"{item.path.name}: {item.reason}" for item in self.left_out)]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what lists of runs tell of each."""
+        return {
+            "algorithm": self.algorithm,
+            "mode": self.mode,
+            "seed": self.seed,
+            "steps": self.summary.total_timesteps,
+            "seconds": self.summary.duration_hours * 3600,
+            "state": self.state,
+            "reason": self.reason,
+            "notes": self.notes,
+        }
+
+    @property
     def identity(self) -> tuple[object, ...]:
         """Return what a copy has in common with the run, and no other run has: not even a copy that went on."""
         s = self.summary
@@ -74,19 +95,10 @@ class RunRecord:
         return (s.run_id, s.total_timesteps, s.total_updates, *measured)
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    path: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return plain(f"{self.path}: {self.reason}")
-
-
 def load_runs(
     paths: Iterable[Path], *, unfinished: bool = False, evaluations: Sequence[str] = ANY_NAME
 ) -> tuple[list[RunRecord], list[LeftOut]]:
-    """The runs in these directories (or in those below them), and what was left out, with the reason."""
+    """Return the runs in these directories or below them, and what was left out, with the reason."""
     runs: list[RunRecord] = []
     left_out: list[LeftOut] = []
     known: dict[object, Path] = {}
@@ -135,7 +147,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """Directories that look like a run, in order of their names; links are not followed."""
+    """Yield the directories that look like a run, in order of their names; links are not followed."""
     yield from itertools.islice(_walk(root, depth), MAX_RUNS)
 
 
@@ -185,14 +197,13 @@ def _load_run(path: Path, names: Sequence[str]) -> RunRecord:
     else:
         state, reason = ("running", None) if running else ("interrupted", KILLED)
         summary = summary_of(series, "interrupted")
-    evaluations = load_evaluations(path, config, summary, has_ended=has_ended, names=names)
-    left_out = tuple(LeftOut(file, reason) for file, reason in evaluations.left_out)
+    evaluations, left_out = load_evaluations(path, config, summary, has_ended=has_ended, names=names)
     doubts = tuple(_doubts(config, summary, last))
-    return RunRecord(path, config, state, reason, summary, series, evaluations.found, left_out, doubts)
+    return RunRecord(path, config, state, reason, summary, series, evaluations, tuple(left_out), doubts)
 
 
 def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
-    """The log ends where the summary says that the run did, or at most an interval of logging before."""
+    """Say so if the log does not end where the summary says that the run did, but for an interval of logging."""
     missing = summary.total_updates - last_logged
     if last_logged and missing >= config.training.log_interval:
         ends = f"its log ends at update {last_logged:,.0f}, its summary at {summary.total_updates:,.0f}"
@@ -201,7 +212,7 @@ def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
 
 
 def is_running(path: Path) -> bool:
-    """Does a process hold the run's lock? A shared lock, tried for a moment, tells."""
+    """Return whether a process holds the run's lock; a shared lock is tried for a moment to find out."""
     try:
         lock = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

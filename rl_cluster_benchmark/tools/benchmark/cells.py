@@ -39,19 +39,18 @@ class CellProgress:
 
 
 def look_at(cell: Cell, directory: Path, matrix: Matrix) -> CellProgress:
-    """What an earlier call has left of the cell; only what is complete counts."""
-    progress = CellProgress(cell, directory)
-    try:
-        run = load_run(directory, EVALUATIONS)
-    except UnusableRunError:
-        return progress
-    if run.state == "finished" and not _missing_levels(run, matrix):
-        return CellProgress(cell, directory, "done", None, run, _seconds_taken(run))
-    return progress
+    """Return what an earlier call has left of the cell; only what is complete counts."""
+    run = _finished(directory)
+    if run is None or _missing_levels(run, matrix):
+        return CellProgress(cell, directory)
+    return CellProgress(cell, directory, "done", None, run, _seconds_taken(run))
 
 
 def _seconds_taken(run: RunRecord) -> float:
-    """From its start to its last evaluation; one that was made much later, after an interruption, counts in part."""
+    """Return the time from the run's start to its last evaluation.
+
+    An evaluation that was made much later, after an interruption, counts in part.
+    """
     training = run.summary.duration_hours * 3600
     evaluated = max((file.stat().st_mtime for file in run.path.glob("evaluation_*.json")), default=0.0)
     return training + min(MOST_OVERHEAD, max(0.0, evaluated - (run.path / "config.yaml").stat().st_mtime - training))
@@ -94,7 +93,10 @@ class _Failed(Exception):  # noqa: N818
 def _train(
     progress: CellProgress, matrix: Matrix, signals: Signals, look: Callable[[], None], keep_partial: bool
 ) -> RunRecord:
-    """From the beginning, unless partial runs are to be kept: a resumed run meets other levels than a whole one."""
+    """Train the cell from the beginning, unless partial runs are to be kept.
+
+    A resumed run meets other levels than a whole one.
+    """
     how = "--resume-if-present" if keep_partial else "--overwrite"
     call = ["train", *progress.cell.arguments, "--output-dir", str(progress.directory), how]
     hours = matrix.duration_hours
@@ -127,13 +129,13 @@ def _call(
     try:
         while not child.has_ended():
             is_late = is_late or (deadline is not None and time.monotonic() - child.started > deadline)
-            if signals.received is not None or is_late:
+            if signals.has_come() or is_late:
                 child.ask_to_end()
             look()
             time.sleep(SECONDS_BETWEEN_LOOKS)
     finally:
         child.kill()
-    if signals.received is not None:
+    if signals.has_come():
         raise _Interrupted
     if is_late:
         raise _Failed("the run was ended: it had taken more than twice its time")
@@ -150,7 +152,7 @@ def _finished(directory: Path) -> RunRecord | None:
 
 
 def _missing_levels(run: RunRecord, matrix: Matrix) -> list[str]:
-    """Levels still to be played: those of training and others; all, where none was held back.
+    """Return the levels still to be played: those of training and unseen ones, or all where none was held back.
 
     An evaluation counts if it is known to be of the checkpoint that the run ended with.
     """
@@ -168,10 +170,10 @@ def _missing_levels(run: RunRecord, matrix: Matrix) -> list[str]:
 
 
 def _wait_for_orphan(progress: CellProgress, signals: Signals) -> None:
-    """A benchmark that was killed asked its run to end; that may take a moment."""
+    """Wait for the end of a run that a killed benchmark has left; it was told to end."""
     end = time.monotonic() + SECONDS_FOR_AN_ORPHAN
     while is_running(progress.directory):
-        if signals.received is not None:
+        if signals.has_come():
             raise _Interrupted
         if time.monotonic() > end:
             raise _Failed("another process is training it")

@@ -70,8 +70,8 @@ def remove_report(directory: Path) -> None:
 def remove_cells(cells: Sequence[Path], *, keep_locks: bool = False) -> None:
     """Remove these cells' runs, evaluations and logs, and the directories that are empty then; say what stays.
 
-    Of a link only the link is removed. The caller holds the locks. When this returns, a power failure brings nothing
-    back.
+    A link is removed, but not what it leads to. The caller holds the locks. When this returns, a power failure brings
+    nothing back.
     """
     left: list[Path] = []
     for cell in cells:

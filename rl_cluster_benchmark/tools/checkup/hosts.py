@@ -40,7 +40,7 @@ print("{MARK}" + json.dumps(answer))
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a machine that was asked through ssh."""
+    """What a machine answered that was asked through ssh."""
 
     host: Host
     trouble: str = ""  # why there is no answer, or no program
@@ -59,7 +59,7 @@ def ask_all(options: SshOptions) -> list[Answer]:
 
 
 def able_to_meet(answers: Sequence[Answer]) -> list[Answer]:
-    """Those that have the program, in the head's version: another may not know how."""
+    """Return the answers of machines that have the program in the head's version: another may not know how."""
     ready = [answer for answer in answers if answer.is_ready]
     return [answer for answer in ready if answer.versions.get(PROGRAM) == ready[0].versions.get(PROGRAM)]
 
@@ -77,7 +77,7 @@ def _ask(options: SshOptions, host: Host) -> Answer:
 
 
 def _wait(nodes: Sequence[LocalProcess], lines: Lines, seconds: float) -> tuple[list[int | None], dict[str, list[str]]]:
-    """Wait for the end of all, and kill those that take longer; returns each one's status (None: killed) and output."""
+    """Wait for the end of all, and kill those that take longer; return each one's status (None: killed) and output."""
     deadline = time.monotonic() + seconds
     while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
         time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -92,7 +92,7 @@ def _wait(nodes: Sequence[LocalProcess], lines: Lines, seconds: float) -> tuple[
 
 
 def understand(host: Host, status: int, output: str, options: SshOptions) -> Answer:
-    """What its words, or its silence, mean."""
+    """Return what a machine's words, or its silence, mean."""
     answer = marked(output)
     last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no word")
     if answer is None and status == NO_CONNECTION:

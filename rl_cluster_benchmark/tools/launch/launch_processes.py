@@ -43,21 +43,14 @@ def take_lines(lines: Lines) -> Iterator[tuple[str, str]]:
 
 
 class NodeProcess(Protocol):
+    """The process of one node, wherever it runs."""
+
     name: str
 
-    def poll(self) -> int | None:
-        """Its exit status once it has ended."""
-        ...
-
-    def send(self, number: int) -> None:
-        """Ask it by a signal to end in good order."""
-        ...
-
+    def poll(self) -> int | None: ...  # its exit status once it has ended
+    def send(self, number: int) -> None: ...  # asks it by a signal to end in good order
     def kill(self) -> None: ...
-
-    def close(self) -> None:
-        """It has ended: wait for the rest of its output."""
-        ...
+    def close(self) -> None: ...  # waits for the rest of the output of a process that has ended
 
 
 class LocalProcess(ChildProcess):
@@ -93,7 +86,7 @@ class SshProcess(LocalProcess):
     def __init__(
         self, name: str, call: Sequence[str], lines: Lines, environ: Mapping[str, str], variables: Mapping[str, str]
     ) -> None:
-        """`variables` are for RECEIVE, in the call if there are any."""
+        """Start the call; `variables`, if there are any, are sent to RECEIVE in it."""
         self._variables = dict(variables)
         super().__init__(name, call, lines, environ)
 
@@ -109,7 +102,7 @@ class SshProcess(LocalProcess):
         self._type(b"\n".join(pieces) + b"\n\n")
 
     def send(self, number: int) -> None:
-        """Ctrl-C, typed at that terminal: its output still reaches us while it ends."""
+        """Type Ctrl-C at that terminal: its output still reaches us while it ends."""
         self._type(b"\x03")
 
     def _type(self, text: bytes) -> None:

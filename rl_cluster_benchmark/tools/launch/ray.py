@@ -27,14 +27,14 @@ LOST = 255  # the status of a node whose machine left the cluster, as with ssh
 
 
 class NodeActor:
-    """In the cluster: holds a node's process and the lines it has printed."""
+    """A Ray actor that holds a node's process and the lines it has printed."""
 
     def __init__(self) -> None:
         self._lines: Lines = queue.SimpleQueue()
         self._process: LocalProcess | None = None
 
     def address(self) -> tuple[str, int]:
-        """(this machine's address in the Ray cluster, a free port there)."""
+        """Return this machine's address in the Ray cluster and a free port there."""
         ray = _ray()
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
@@ -48,7 +48,7 @@ class NodeActor:
         )  # fmt: skip
 
     def look(self) -> tuple[int | None, list[str]]:
-        """(exit status or None, what was printed since the last look)."""
+        """Return the exit status or None, and what was printed since the last look."""
         assert self._process is not None
         status = self._process.poll()
         return status, [line for _, line in take_lines(self._lines)]
@@ -101,7 +101,7 @@ class RayEngine:
         self._head: str | None = None  # the machine that every attempt must have as its head
 
     def available(self, wanted: int) -> int:
-        """Ray lists a machine as alive for a while after it is gone: ask each."""
+        """Ask each machine: Ray lists one as alive for a while after it is gone."""
         known = list(machines())
         with ThreadPoolExecutor(max_workers=32) as pool:
             there = [node_id for node_id, answer in zip(known, pool.map(_answers, known), strict=True) if answer]
@@ -145,7 +145,7 @@ class RayEngine:
 
 
 def _ray() -> Any:
-    """Ray, which is optional: its types are not checked, its absence is told."""
+    """Return the module, which is optional and whose types are not checked; raise a UserError if it is missing."""
     try:
         importlib.import_module("ray.util.scheduling_strategies")
         return importlib.import_module("ray")
@@ -154,7 +154,7 @@ def _ray() -> Any:
 
 
 def machines() -> dict[str, float]:
-    """The CPUs of each machine of the cluster, by its id."""
+    """Return the CPUs of each machine of the cluster, by its id."""
     nodes = [node for node in _ray().nodes() if node["Alive"] and "CPU" in node["Resources"]]
     return {node["NodeID"]: node["Resources"]["CPU"] for node in nodes}
 

@@ -32,14 +32,14 @@ class Peak:
     all_cores: dict[str, float]
 
     def of(self, precision: str, threads: int, busy_cores: int) -> float:
-        """GFLOP/s that `threads` cores reach when that many cores are busy in all."""
+        """Return the GFLOP/s that `threads` cores reach when `busy_cores` are busy in all."""
         if busy_cores > 1:
             return self.all_cores[precision] / self.cores * threads
         return self.one_core[precision] * threads
 
 
 def measure(cores: Sequence[int]) -> Peak:
-    """`cores` are the numbers of the logical CPUs to use."""
+    """Measure the peak of the logical CPUs with these numbers."""
     call = [sys.executable, "-m", "rl_cluster_benchmark.tools.profile.peak"]
     children = [ChildProcess(call, cores=[core], stderr=subprocess.DEVNULL, text=True) for core in cores]
     try:
@@ -68,7 +68,7 @@ def _answers(children: Sequence[ChildProcess]) -> list[dict[str, float]]:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest call."""
+    """Return the seconds of the fastest call."""
     work()
     best, end = float("inf"), time.perf_counter() + SECONDS
     while time.perf_counter() < end:
@@ -90,7 +90,7 @@ def _gflops(precision: str) -> float:
 
 
 def _copied_gigabytes() -> float:
-    """Bytes read and bytes written, a second."""
+    """Return the bytes read and written per second by a large copy, in GB."""
     import torch
 
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)

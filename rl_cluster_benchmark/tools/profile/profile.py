@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from rl_cluster_benchmark.core.output_files import check_output, write_output
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.profiling.stages import FOLDER_VARIABLE, STAGE_FILE, TRACED_FILE
-from rl_cluster_benchmark.tools.profile import flame, peak, profile_report
+from rl_cluster_benchmark.tools.profile import peak, profile_report
 from rl_cluster_benchmark.tools.profile.figures import Process, Profile, passes_per_step
 from rl_cluster_benchmark.tools.profile.verdict import judge
 from rl_cluster_benchmark.tools.scaling.cases import MEASURED
@@ -34,6 +36,7 @@ from rl_cluster_benchmark.tools.tune.tuning_trials import short_updates
 SECONDS_BETWEEN_LOOKS = 0.1
 MOST_TRACED_SECONDS = 10.0
 SECONDS_TO_WRITE = 300.0
+FLAME_SECONDS, SECONDS_TO_DRAW = 2, 30.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class ProfileSettings:
 
 
 def profile(config: Config, settings: ProfileSettings, signals: Signals) -> int:
-    """Measure, print, write; returns the exit status."""
+    """Measure, print, write; return the exit status."""
     config = _measured(config)
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +104,7 @@ class WatchedRun:
         self.no_flame: str | None = None
 
     def follow(self) -> None:
-        """KeyboardInterrupt when somebody asks to end."""
+        """Lead the run from stage to stage; raise KeyboardInterrupt when somebody asks to end."""
         self._wait(lambda: len(self.run.lines) > 0, "make its first update")
         first = len(self.run.lines) - 1
         self._next_stage()  # MEASURE
@@ -125,7 +128,7 @@ class WatchedRun:
         self._wait(lambda: all(note.exists() for note in is_tracing), "start torch's profiler", SECONDS_TO_WRITE)
         self._trace()
         if self.settings.flame:
-            self.no_flame = flame.record(self.run.process.pid, self.folder / profile_report.FLAME)
+            self.no_flame = _draw_flame_graph(self.run.process.pid, self.folder / profile_report.FLAME)
         self._next_stage()  # DONE
         self._wait_for_all(".json")
 
@@ -133,7 +136,7 @@ class WatchedRun:
         return self.run_config.algorithm == "impala" and self.run_config.mode == "parallel"
 
     def _trace(self) -> None:
-        """For a whole update, if that is not too long."""
+        """Let torch's profiler record a whole update, if that is not too long."""
         start, began = len(self.run.lines), time.monotonic()
 
         def enough() -> bool:
@@ -156,7 +159,7 @@ class WatchedRun:
     def _wait(self, condition: Callable[[], bool], what: str, limit: float = SECONDS_WITHOUT_PROGRESS) -> None:
         began = time.monotonic()
         while not condition():
-            if self.signals.received is not None:
+            if self.signals.has_come():
                 raise KeyboardInterrupt
             if self.run.poll() is not None:
                 raise self.run.failure()
@@ -166,9 +169,9 @@ class WatchedRun:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def end(self) -> None:
-        """In good order where it can be, for its summary."""
+        """End the run, in good order where that gives a summary."""
         os.environ.pop(FOLDER_VARIABLE, None)
-        if self.run.poll() is None and self.signals.received is None and list(self.notes.glob("*.json")):
+        if self.run.poll() is None and not self.signals.has_come() and list(self.notes.glob("*.json")):
             self.run.send(signal.SIGTERM)
             self.rate = self.run.rate()
         self.run.kill()
@@ -202,7 +205,7 @@ class WatchedRun:
         )
 
     def keep_files(self) -> None:
-        """The trace where it was asked for, the flame graph beside the rest; says where they are."""
+        """Save the trace where it was asked for, and the flame graph beside the rest; say where they are."""
         output = self.settings.output_dir
         if self.settings.trace is not None:
             merged = profile_report.merge_traces(sorted(self.notes.glob("*.trace.json")))
@@ -232,10 +235,42 @@ def _cpu_of_all() -> dict[int, float]:
 
 
 def _busy(before: Any, after: Any) -> list[float]:
-    """The share of the time that each core was not idle."""
+    """Return the share of the time that each core was not idle."""
     shares = []
     for old, new in zip(before, after, strict=True):
         total = sum(new) - sum(old) - (new.guest - old.guest) - (new.guest_nice - old.guest_nice)
         idle = new.idle + new.iowait - old.idle - old.iowait
         shares.append(max(0.0, 1 - idle / total) if total > 0 else 0.0)
     return shares
+
+
+def _py_spy() -> str | None:
+    """Return where py-spy is, beside this Python or on the path: https://github.com/benfred/py-spy."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def _draw_flame_graph(pid: int, file: Path) -> str | None:
+    """Watch the Python code of a process and its children for some seconds; return why there is no picture, or None."""
+    program = _py_spy()
+    if program is None:
+        return "py-spy is not installed (pip install py-spy)"
+    call = [
+        program, "record", "--pid", str(pid), "--subprocesses", "--duration", str(FLAME_SECONDS), "--output", str(file),
+        "--nonblocking",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            call,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=FLAME_SECONDS + SECONDS_TO_DRAW,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"py-spy did not come to an end ({error})"
+    if file.is_file():
+        return None
+    lines = (done.stderr or done.stdout).strip().splitlines() or [f"status {done.returncode}"]
+    return f"py-spy failed ({lines[0].strip()}); it may need root or ptrace rights"

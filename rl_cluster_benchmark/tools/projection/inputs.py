@@ -41,7 +41,7 @@ TYPICAL = {  # round trip in seconds, bits per second
 
 @dataclass(frozen=True)
 class Measured:
-    """Of this machine; what `projection.json` keeps, so that other networks need no new measurement."""
+    """What was measured here and projection.json keeps, so that other networks need no new measurement."""
 
     work: model.MachineWork
     spread: model.Spread
@@ -88,7 +88,7 @@ def measure_here(config: Config, seconds: float, folder: Path, interrupted: Call
 
 
 def _alone(config: Config) -> Config:
-    """One machine, as it would be among many."""
+    """Return the config of a run on this machine alone, as it would be among many."""
     changes: dict[str, object] = {"cluster.sync": "allreduce"}
     if config.algorithm in IN_STEP:
         changes |= {"mode": "distributed", "cluster.num_workers": 1, "cluster.min_nodes": None}
@@ -105,7 +105,7 @@ def _alone(config: Config) -> Config:
 
 
 def work_from(config: Config, rate: Rate) -> model.MachineWork:
-    """An update, divided into its rollout and its minibatches."""
+    """Divide an update into its rollout and its minibatches."""
     from rl_cluster_benchmark.execution.reduce import VECTOR_SPARE
     from rl_cluster_benchmark.execution.task import Task
     from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
@@ -140,14 +140,14 @@ def optimizer_steps(config: Config, summary: dict[str, Any]) -> tuple[int, int]:
 
 
 def spread_from(rate: Rate) -> model.Spread:
-    """From one update to the next; what machines differ by cannot be seen on one of them."""
+    """Return how much updates vary; how much machines differ cannot be seen on one of them."""
     times = rate.update_seconds
     jitter = statistics.pstdev(times) / statistics.mean(times) if len(times) > 1 else 0.0
     return model.Spread(0.0, jitter, piece_seconds=rate.seconds / rate.updates)
 
 
 def software_cost() -> model.Network:
-    """Two processes on this machine, through the loopback interface: no network is faster than Gloo itself."""
+    """Return what Gloo itself takes, between two processes on this machine through the loopback interface."""
     sums = gloo_on_loopback().sums
     assert sums is not None
     return expectation.network_of(sums)
@@ -168,14 +168,17 @@ def gloo_on_loopback(nodes: int = 2) -> Measurements:
 
 
 def typical(software: model.Network, *, round_trip: float, bits_per_second: float) -> model.Network:
-    """A network by its figures: each hop adds a round trip, for Gloo sends what the receiver has said it is ready
-    for; the slower of wire and Gloo sets the rate."""
+    """Return the network that these figures describe.
+
+    Each hop adds a round trip, for Gloo sends what the receiver has said it is ready for; the slower of wire and Gloo
+    sets the rate.
+    """
     bandwidth = min(bits_per_second / 8, software.bandwidth)
     return model.Network(software.latency + round_trip, bandwidth, software.cast_seconds)
 
 
 def from_doctor(path: Path) -> tuple[model.Network, float]:
-    """(a network that `rlcb doctor --cluster --json` has measured, how much its machines differ in speed)."""
+    """Read a network that `rlcb doctor --cluster --json` has measured, and how much its machines differ in speed."""
     try:
         measured = Measurements.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:

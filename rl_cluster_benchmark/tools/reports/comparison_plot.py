@@ -23,7 +23,7 @@ X_LABELS = {"step": "environment steps", "time": "minutes"}
 
 
 def plot_comparison(comparison: Comparison, output: Path, x: Axis = "step", title: str | None = None) -> Path:
-    """A row of four panels for each task; returns the PNG's path."""
+    """Draw a row of four panels for each task; return the PNG's path."""
     tasks = comparison.tasks
     columns = 2 if len(tasks) == 1 else 4
     rows = 2 if len(tasks) == 1 else len(tasks)
@@ -63,7 +63,7 @@ def _draw_panel(axis: Axes, comparison: Comparison, task: LearningTask, metric: 
 
 
 def _draw_curve(axis: Axes, line: Curve, color: str, label: str, scale: float) -> None:
-    """The first mean rewards are of short episodes only, as no other has ended: they are drawn faintly."""
+    """Draw a curve, faintly as far as too few episodes have ended: those are short ones only."""
     early = int(line.early.sum())
     if early:
         axis.plot(scale * line.x[: early + 1], line.mean[: early + 1], ":", color=color, alpha=0.6)

@@ -36,7 +36,7 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
 
 
 def plot_metrics(log_file: str | Path, output: str | Path | None = None) -> Path:
-    """Draw every panel over environment steps; returns the PNG's path."""
+    """Draw every panel over environment steps; return the PNG's path."""
     log_file = Path(log_file)
     try:
         lines = read_points(log_file)
@@ -118,7 +118,7 @@ def save_figure(figure: Any, output: Path) -> Path:
 
 
 def _draw(axis: Axes, lines: list[dict[str, float]], name: str, legend: str) -> None:
-    """One curve. The first mean rewards are of short episodes only, as no other has ended: they are drawn faintly."""
+    """Draw one curve; mean rewards of the first, short episodes, before others have ended, are drawn faintly."""
     steps, values, first = [line["step"] for line in lines], [line[name] for line in lines], 0
     if name == REWARD:
         first = next((i for i, line in enumerate(lines) if line.get("charts/episodes", 0) >= WINDOW), len(lines))
@@ -143,7 +143,7 @@ def draw_published(axis: Axes, env: EnvConfig, last_step: float) -> None:
 
 
 def _env_of(log_file: Path) -> EnvConfig | None:
-    """The environment of the run a log belongs to: its config.yaml is beside the log or two folders up."""
+    """Return the environment of the run that a log belongs to: config.yaml is beside it or two folders up."""
     for candidate in (log_file.parent / "config.yaml", log_file.parent.parent.parent / "config.yaml"):
         if candidate.is_file():
             with contextlib.suppress(UserError):  # somebody else's config.yaml

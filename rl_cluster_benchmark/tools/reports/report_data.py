@@ -37,7 +37,7 @@ def colors(comparison: Comparison) -> dict[str, str]:
 
 
 def page(comparison: Comparison, title: str) -> dict[str, Any]:
-    """Everything but the scripts and styles."""
+    """Return all that the page's template shows but the scripts and styles."""
     return {
         "title": title,
         "machine": machine(comparison),
@@ -87,7 +87,7 @@ def _single(comparison: Comparison) -> bool:
 
 
 def chart_data(comparison: Comparison) -> dict[str, Any]:
-    """For the scripts in the page."""
+    """Return what the scripts in the page draw."""
     return {
         "variants": comparison.variants,
         "reference": REFERENCE,
@@ -131,7 +131,7 @@ def _published_line(comparison: Comparison, task: LearningTask) -> dict[str, Any
 
 
 def _rounded(values: Any) -> list[float]:
-    """Five figures: a tenth of a pixel, and a page of half the size."""
+    """Round to five figures: a tenth of a pixel, and a page of half the size."""
     return [float(f"{value:.5g}") for value in values]
 
 
@@ -179,7 +179,7 @@ def _scaling(comparison: Comparison, groups: Sequence[Group]) -> list[list[str]]
 def whiskers(
     rows: Sequence[tuple[str, Estimate | None]], palette: dict[str, str], places: int = 2, from_zero: bool = False
 ) -> list[dict[str, Any]]:
-    """Dots with their intervals on one scale, in percent of its width; an interval off the scale is cut at its end."""
+    """Return dots with intervals on one scale, in percent of its width; one off the scale is cut at its end."""
     known = [(name, estimate) for name, estimate in rows if estimate is not None]
     values = [estimate.value for _, estimate in known]
     spread = (max(values) - min(values)) if values else 0.0
@@ -223,7 +223,7 @@ def _scores(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def _profiles(comparison: Comparison) -> list[dict[str, Any]]:
-    """The share of runs above each score, as a curve for each variant."""
+    """Return the share of runs above each score, as a curve for each variant."""
     lines = []
     for variant, scores in comparison.scores().items():
         shares, band = statistics.performance_profile(scores, PROFILE_THRESHOLDS)
@@ -264,7 +264,7 @@ def _phase_names(comparison: Comparison) -> list[str]:
 
 
 def page_phases(comparison: Comparison) -> list[dict[str, Any]]:
-    """A bar per variant: mean shares over its runs."""
+    """Return a bar for each variant: mean shares over its runs."""
     names = _phase_names(comparison)
     bars = []
     for variant in comparison.variants:

@@ -51,7 +51,7 @@ def all_tables(
 
 
 def task_table(comparison: Comparison, task: LearningTask, make: MakeTable) -> list[str]:
-    """Speed, then reward: a row per variant in each."""
+    """Return two tables with a row per variant, speed and then reward."""
     groups = comparison.of_task(task)
     lines: list[str] = []
     for head, *rows in (speed_rows(comparison, task), reward_rows(comparison, task)):
@@ -62,7 +62,7 @@ def task_table(comparison: Comparison, task: LearningTask, make: MakeTable) -> l
 
 
 def speed_rows(comparison: Comparison, task: LearningTask) -> list[list[str]]:
-    """The head, then a row per variant."""
+    """Return the head, then a row per variant."""
     threshold = comparison.thresholds[task]
     reach = f"time to {text.decimal(threshold)}" if threshold is not None else "time to reward"
     rows = [["run", "seeds", "steps", "FPS", "speed-up", reach, "memory GB"]]
@@ -84,7 +84,7 @@ def speed_rows(comparison: Comparison, task: LearningTask) -> list[list[str]]:
 
 
 def reward_rows(comparison: Comparison, task: LearningTask) -> list[list[str]]:
-    """The head, then a row per variant."""
+    """Return the head, then a row per variant."""
     rows = [["run", "reward in training", *figures.LEVELS.values(), "gap", "published PPO"]]
     metrics = (figures.final_reward, *figures.EVALUATED.values(), figures.gap)
     rows += [
@@ -100,7 +100,7 @@ def _without_empty_columns(rows: list[list[str]]) -> list[list[str]]:
 
 
 def time_to(group: Group, threshold: float | None) -> str:
-    """Mean over the seeds that reached it, and how many did where not all."""
+    """Return the mean time of the seeds that reached it, and how many did where not all."""
     if threshold is None:
         return text.NOTHING
     times = [when[1] for run in group.runs if (when := figures.reached(run, threshold))]
@@ -111,7 +111,7 @@ def time_to(group: Group, threshold: float | None) -> str:
 
 
 def published_cell(group: Group) -> str:
-    """Training and test reward of the published PPO after as many steps, or at its first point."""
+    """Return the published PPO's training and test reward after as many steps, or at its first point."""
     steps = group.estimate(figures.steps)
     points = figures.published.curve(group.task.env)
     if steps is None or not points:
@@ -126,7 +126,7 @@ def published_cell(group: Group) -> str:
 
 
 def score_tables(comparison: Comparison, make: MakeTable, heading: Callable[[str], str]) -> list[str]:
-    """Interquartile means and probabilities of improvement; nothing where no range of scores is published."""
+    """Return interquartile means and probabilities of improvement; nothing where no range of scores is published."""
     scores = comparison.scores()
     if not scores or comparison.basis is None:
         return []
@@ -144,7 +144,7 @@ def score_tables(comparison: Comparison, make: MakeTable, heading: Callable[[str
 
 
 def probabilities(scores: dict[str, list[Any]]) -> list[tuple[str, str, Estimate]]:
-    """Of improvement, for each pair; none from single runs, of which one is always higher."""
+    """Return each pair's probability of improvement; none for single runs, of which one is always higher."""
     if any(len(game) < 2 for games in scores.values() for game in games):
         return []
     return [(a, b, statistics.probability_of_improvement(scores[a], scores[b])) for a, b in combinations(scores, 2)]
@@ -163,7 +163,7 @@ def _closing(comparison: Comparison, indent: str) -> list[str]:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """A row per group: each figure with the two ends of its interval."""
+    """Return a line for each group: each figure with the two ends of its interval."""
     return text.as_csv([_flat(entry) for entry in as_data(comparison)["groups"]]).rstrip("\n")
 
 

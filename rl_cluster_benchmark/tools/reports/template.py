@@ -46,7 +46,7 @@ LINES = (
 
 
 def _lines(groups: list[Group]) -> list[Line]:
-    """The lines of the comparison; lengths of episodes are compared on levels of one kind."""
+    """Return the lines of the comparison; lengths of episodes are compared on levels of one kind."""
     evaluated = [run.evaluations.keys() for group in groups for run in group.runs]
     levels = next((levels for levels in ("test", "all") if all(levels in mine for mine in evaluated)), None)
     if levels is None:
@@ -72,7 +72,7 @@ def _task_block(comparison: Comparison, task: LearningTask) -> list[str]:
 
 
 def _machine(groups: list[Group], task: LearningTask) -> list[str]:
-    """The machine of the runs, as far as they name it; this one's name and memory where it is the same."""
+    """Describe the machine of the runs as far as they name it; name and memory are known of this one only."""
     run = groups[0].runs[0]
     here = detection.detect()
     model, cores = run.summary.cpu_model or "unknown", run.summary.usable_cores
@@ -93,7 +93,7 @@ def _machine(groups: list[Group], task: LearningTask) -> list[str]:
 
 
 def _run_block(group: Group) -> list[str]:
-    """Means over seeds; the ± are standard deviations over episodes."""
+    """Return a group's means over seeds; the ± are standard deviations over episodes."""
 
     def mean(of: Callable[[RunRecord], float | None]) -> float | None:
         values = group.values(of)
@@ -197,7 +197,7 @@ def _are_comparable(groups: list[Group], line: Line) -> bool:
 
 
 def _interval(group: Group, estimate: Estimate, line: Line) -> tuple[float, float] | None:
-    """Over seeds; for one seed's rewards, over its episodes."""
+    """Return the interval over seeds; for one seed's rewards, that over its episodes."""
     if estimate.interval is not None:
         return estimate.interval
     run = group.runs[0]

@@ -59,7 +59,7 @@ def _load(flag: str, path: Path, unfinished: bool) -> RunRecord:
 
 
 def differences(one: RunRecord, other: RunRecord) -> list[str]:
-    """What the runs differ by besides the mode, in sentences."""
+    """Say what the runs differ by besides the mode."""
     found = []
     if LearningTask(one.config.env) != LearningTask(other.config.env):
         tasks = f"{LearningTask(one.config.env)} and {LearningTask(other.config.env)}"
@@ -69,23 +69,16 @@ def differences(one: RunRecord, other: RunRecord) -> list[str]:
     return found
 
 
-def _speeds_compare(one: RunRecord, other: RunRecord) -> bool:
-    return len(machines([one, other])) < 2 and LearningTask(one.config.env) == LearningTask(other.config.env)
-
-
-def speedup(one: RunRecord, other: RunRecord) -> float | None:
-    """Return the factor between their speeds; None if they ran on different machines or have different tasks."""
-    if not _speeds_compare(one, other):
-        return None
-    return other.summary.avg_fps / one.summary.avg_fps if one.summary.avg_fps > 0 else None
-
-
-def efficiency_gain(one: RunRecord, other: RunRecord) -> float | None:
-    """Return how many percent more steps an hour; None where the speeds do not compare."""
-    if not _speeds_compare(one, other):
-        return None
-    mine, theirs = steps_per_hour(one), steps_per_hour(other)
-    return 100 * (theirs / mine - 1) if mine and theirs is not None else None
+def _ratios(one: RunRecord, other: RunRecord) -> tuple[str, str]:
+    """Return the speed-up and the gain in steps per hour; nothing where their machines or their tasks differ."""
+    if len(machines([one, other])) > 1 or LearningTask(one.config.env) != LearningTask(other.config.env):
+        return NOTHING, NOTHING
+    mine, theirs = one.summary.avg_fps, other.summary.avg_fps
+    speedup, gain = f"{theirs / mine:.2f}x" if mine > 0 else NOTHING, NOTHING
+    hourly, others_hourly = steps_per_hour(one), steps_per_hour(other)
+    if hourly and others_hourly is not None:
+        gain = f"{100 * (others_hourly / hourly - 1):.1f}%"
+    return speedup, gain
 
 
 def steps_per_hour(run: RunRecord) -> float | None:
@@ -95,8 +88,7 @@ def steps_per_hour(run: RunRecord) -> float | None:
 
 def two_run_table(one: RunRecord, other: RunRecord) -> list[str]:
     a, b = one.summary, other.summary
-    gain = efficiency_gain(one, other)
-    factor = speedup(one, other)
+    speedup, gain = _ratios(one, other)
     return [
         HEAVY,
         "TRAINING COMPARISON",
@@ -108,7 +100,7 @@ def two_run_table(one: RunRecord, other: RunRecord) -> list[str]:
         _row("Total Updates", whole(a.total_updates), whole(b.total_updates)),
         *_section("Performance Metrics"),
         _row("Average FPS", whole(a.avg_fps), whole(b.avg_fps)),
-        _row("Speedup (Parallel/Sequential)", NOTHING, NOTHING if factor is None else f"{factor:.2f}x"),
+        _row("Speedup (Parallel/Sequential)", NOTHING, speedup),
         _row("Final FPS", whole(a.final_fps), whole(b.final_fps)),
         *_section("Reward Metrics"),
         _row("Initial Reward", decimal(a.initial_reward), decimal(b.initial_reward)),
@@ -118,13 +110,13 @@ def two_run_table(one: RunRecord, other: RunRecord) -> list[str]:
         _row("Peak Memory (GB)", decimal(a.peak_memory_gb), decimal(b.peak_memory_gb)),
         *_section("Efficiency Metrics"),
         _row("Timesteps/Hour", whole(steps_per_hour(one)), whole(steps_per_hour(other))),
-        _row("Efficiency Gain (%)", NOTHING, NOTHING if gain is None else f"{gain:.1f}%"),
+        _row("Efficiency Gain (%)", NOTHING, gain),
         HEAVY,
     ]
 
 
 def two_run_report(one: RunRecord, other: RunRecord) -> list[str]:
-    gain, factor = efficiency_gain(one, other), speedup(one, other)
+    speedup, gain = _ratios(one, other)
     lines = [HEAVY, TITLE, HEAVY, ""]
     lines += [plain(f"Sequential Directory: {one.path}"), plain(f"Parallel Directory: {other.path}")]
     for name, run in (("SEQUENTIAL", one), ("PARALLEL", other)):
@@ -136,8 +128,8 @@ def two_run_report(one: RunRecord, other: RunRecord) -> list[str]:
             f"Peak Memory: {run.summary.peak_memory_gb:.2f} GB",
         ]
     lines += _section("COMPARISON")
-    lines.append(f"Speedup (FPS): {NOTHING if factor is None else f'{factor:.2f}x'}")
-    lines.append(f"Efficiency Gain: {NOTHING if gain is None else f'{gain:.1f}%'}")
+    lines.append(f"Speedup (FPS): {speedup}")
+    lines.append(f"Efficiency Gain: {gain}")
     return lines
 
 

@@ -7,7 +7,6 @@ each other take turns.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -24,6 +23,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.processes.child_process import ChildProcess, error_in, how_it_ended, rlcb
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.tools.analysis.series import GrowingLog
 
 FEWEST_TURNS, LONGEST_TURN = 3, 10.0  # seconds: when several groups of runs share the time, that of each is cut so
 WITHOUT_WATCHDOG = 1e6  # seconds: a run that is stopped makes no progress
@@ -61,7 +61,7 @@ def measure(
 
 
 def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Callable[[], bool]) -> list[list[Rate]]:
-    """The same of several groups, on the same cores: while one trains, the others are stopped.
+    """Run several groups on the same cores, one group after the other in turns, while the others are stopped.
 
     Turns are short, so that whatever else the machine does, or how fast it is just now, happens to all of them.
     """
@@ -113,10 +113,10 @@ def _go_on(runs: Sequence[TrainingProcess]) -> None:
 def _turn(
     runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable[[], bool], *, after_a_pause: bool = False
 ) -> float:
-    """Measure every run for so long, and for an update at least; returns how long it was.
+    """Measure every run for so long, and for an update at least; return how long it was.
 
     The first update is not counted, nor is the second after a pause: the first may have been made before it, and told
-    after it. KeyboardInterrupt when somebody asks to end.
+    after it. Raise KeyboardInterrupt when somebody asks to end.
     """
     skipped = 1 + after_a_pause
     before = [len(run.lines) for run in runs]
@@ -160,24 +160,20 @@ class TrainingProcess(ChildProcess):
         self.directory = RunDirectory.of(config)
         self.lines: list[dict[str, float]] = []
         self.windows: list[tuple[int, int]] = []  # the lines from and to which time counts
-        self._read_so_far = 0
+        self._log = GrowingLog(self.directory.metrics_log)
         self._output = folder / "output.txt"
         (folder / "config.yaml").write_text(config_files.to_yaml(config))
         call = rlcb("train", "--config", folder / "config.yaml")
         super().__init__(call, output=self._output, cores=cores, at_our_end=signal.SIGKILL)
 
     def read(self) -> bool:
-        """Take in the updates made since the last call; are there any?"""
-        with contextlib.suppress(FileNotFoundError), self.directory.metrics_log.open("rb") as file:
-            file.seek(self._read_so_far)
-            whole, newline, _ = file.read().rpartition(b"\n")
-            self._read_so_far += len(whole) + len(newline)
-            self.lines += [json.loads(line) for line in whole.splitlines()]
-            return bool(newline)
-        return False
+        """Take in the updates made since the last call; return whether there are any."""
+        new = self._log.new_lines()
+        self.lines += new
+        return bool(new)
 
     def rate(self) -> Rate:
-        """After it was told to end: wait for that, and take the figures of the time that counts."""
+        """Wait for the end of a run that was told to end; return the figures of the time that counts."""
         try:
             self.process.wait(SECONDS_TO_STOP)
         except subprocess.TimeoutExpired:
@@ -191,7 +187,7 @@ class TrainingProcess(ChildProcess):
             return sum(end[name] - start[name] for start, end in ends)
 
         def mean(name: str) -> float:
-            """Over the time that counts, of a metric that is a mean since the start of the run."""
+            """Return the mean, over the time that counts, of a metric that is a mean since the start of the run."""
             return sum(end[name] * end["time"] - start[name] * start["time"] for start, end in ends) / seconds
 
         seconds = gained("time")

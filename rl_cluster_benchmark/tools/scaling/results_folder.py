@@ -20,8 +20,8 @@ RUNS_PREFIX = ".scaling-runs-"
 def results_folder(folder: Path, files: Sequence[str], *, overwrite: bool, what: str) -> Iterator[Path]:
     """Hold the lock of a folder for results; yield a folder in it for the runs' own files, which is gone afterwards.
 
-    `files` are the results, and `what` they are. Earlier ones are refused unless they may be replaced, and stay until
-    there are new ones. What a killed command left is removed.
+    `files` are the names of the results, and `what` is the word for them. Earlier ones are refused unless they may be
+    replaced, and stay until there are new ones. What a killed command left is removed.
     """
     lock = lock_directory(folder)
     try:

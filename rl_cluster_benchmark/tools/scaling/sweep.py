@@ -35,7 +35,7 @@ class SweepSettings:
 
 
 def scaling(config: Config, settings: SweepSettings, signals: Signals) -> int:
-    """Measure, print, write; returns the exit status."""
+    """Measure, print, write; return the exit status."""
     machine = detection.detect()
     counts, skipped = choose_counts(settings.workers, machine)
     sweep = Sweep(config, settings, signals, make_cases(config, counts, settings.envs_per_worker, machine))
@@ -65,7 +65,7 @@ class Sweep:
         self.rounds = [[] for _ in self.cases]
 
     def measure(self, folder: Path) -> None:
-        """Every case in every round. What is finished is on the disk at once, however the sweep ends."""
+        """Measure every case in every round. What is finished is on the disk at once, however the sweep ends."""
         for repeat in range(self.settings.repeats):
             for case, measured in zip(self.cases, self.rounds, strict=True):
                 measured.append(self._measure(case, folder, reverse=repeat % 2 == 1))
@@ -74,7 +74,7 @@ class Sweep:
                 results.write_files(self.settings.output_dir, self._record())
 
     def _measure(self, case: Case, folder: Path, *, reverse: bool) -> Round:
-        """Every other round begins with the independent runs, so that a drift of the machine favours neither way."""
+        """Measure a case; in every other round the independent runs begin, so that a drift favours neither way."""
         all_cores = [set(case.cores)]  # it pins its workers itself
         together = ([case.together], all_cores, folder / "together")
         independent = (case.independents, case.core_sets(), folder / "independent")
@@ -85,7 +85,7 @@ class Sweep:
         return Round(rates[reverse][0], rates[not reverse])
 
     def show(self) -> None:
-        """What has been measured, if anything has."""
+        """Print what has been measured, if anything has."""
         if rows := results.make_rows(self.cases, self.rounds):
             notes = [results.verdict(rows)]
             if warning := results.disturbed(rows):

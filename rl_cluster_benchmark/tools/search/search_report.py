@@ -54,7 +54,7 @@ def sentence(trial: Trial, space: SearchSpace) -> str:
 
 
 def write(study: Study) -> list[str]:
-    """Write all files; returns the lines to print: the table, what was written. The caller holds the study's lock."""
+    """Write all files; return the lines to print: the table, what was written. The caller holds the study's lock."""
     trials = study.trials()
     done = [trial for trial in trials if trial.state != "running"]
     if not done:
@@ -85,7 +85,7 @@ def write(study: Study) -> list[str]:
 
 
 def write_tables(study: Study) -> list[str]:
-    """Write trials.csv and, once there is one, the best config; returns their names. The caller holds the lock."""
+    """Write trials.csv and, once there is one, the best config; return their names. The caller holds the lock."""
     trials = study.trials()
     write_atomically(study.directory / CSV, as_csv(study.space, trials).encode())
     best = next((trial for trial in ranked(trials) if trial.state == "complete"), None)

@@ -37,7 +37,7 @@ class TuningSettings:
 
 
 def tune(config: Config, settings: TuningSettings, signals: Signals) -> int:
-    """Search, print, write; returns the exit status."""
+    """Search, print and write; return the exit status."""
     started = time.monotonic()
     try:
         space = make_space(config, settings, signals.check)
@@ -83,6 +83,8 @@ def make_space(config: Config, settings: TuningSettings, look: Callable[[], None
 
 
 class TuningRun:
+    """A search for the fastest setting, and what it has found so far."""
+
     def __init__(self, space: TuningSpace, settings: TuningSettings, trials: Trials, started: float) -> None:
         self.space, self.settings, self.trials, self.started = space, settings, trials, started
         self.checked: dict[str, Any] = {}
@@ -110,15 +112,15 @@ class TuningRun:
             f"\nThe search chose: {tuning_report.name(self.choice)}. Now all {count} settings, to check it:", flush=True
         )
         self.trials.deadline = math.inf
-        duel = sweep(self.space, self.trials, self._say, self.choice)
-        share = of_best(duel, self.choice)
+        in_turns = sweep(self.space, self.trials, self._say, self.choice)
+        share = of_best(in_turns, self.choice)
         self.checked |= {
             "choice_of_best": share,
-            "duel": {tuning_report.name(setting): speeds for setting, speeds in duel.items()},
+            "duel": {tuning_report.name(setting): speeds for setting, speeds in in_turns.items()},
         }
 
     def show(self) -> None:
-        """What has been measured, if anything has."""
+        """Print and write what has been measured, if anything has."""
         tried = list(self.trials.tried.values())
         chosen = self.trials.tried[self.choice] if self.choice is not None else self.chosen
         if chosen is None:
