@@ -9,7 +9,7 @@ from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, 
 from rl_cluster_benchmark.core.text import NOTHING, decimal, plain, whole
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import Axis
-from rl_cluster_benchmark.tools.analysis.groups import LearningTask, machines
+from rl_cluster_benchmark.tools.analysis.groups import LearningTask, speeds_compare
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord, UnusableRunError, load_run, require_usable
 from rl_cluster_benchmark.tools.reports.comparison_plot import plot_comparison
 from rl_cluster_benchmark.tools.reports.plots import picture_file
@@ -70,7 +70,7 @@ def differences(one: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _speeds_compare(one: RunRecord, other: RunRecord) -> bool:
-    return len(machines([one, other])) < 2 and LearningTask(one.config.env) == LearningTask(other.config.env)
+    return speeds_compare([one, other]) and LearningTask(one.config.env) == LearningTask(other.config.env)
 
 
 def speedup(one: RunRecord, other: RunRecord) -> float | None:
