@@ -198,6 +198,8 @@ def processes(run: RunRecord) -> int | None:
     workers, learners = run.summary.num_workers, run.summary.num_learners
     if run.mode == "sequential":
         return 1
+    if run.summary.changes.keys() & {"num_workers", "num_learners"}:
+        return None
     if workers is None or (learners is None and run.config.algorithm == "impala"):
         return None
     return workers + (learners or 0)

@@ -199,9 +199,7 @@ def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
     found = []
     if summary.changes:
         changes = ", ".join(f"{name} {values}" for name, values in summary.changes.items())
-        found.append(
-            f"it was not trained under the same conditions throughout ({changes}): its speed is a mean of both"
-        )
+        found.append(f"it was not trained under the same conditions throughout ({changes}): its speed is their mean")
     missing = summary.total_updates - last_logged
     if last_logged and missing >= config.training.log_interval:
         ends = f"its log ends at update {last_logged:,.0f}, its summary at {summary.total_updates:,.0f}"
