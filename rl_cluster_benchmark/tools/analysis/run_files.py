@@ -38,7 +38,7 @@ class Checkpoint(BaseModel):
     steps: Amount
 
 
-class Part(BaseModel):
+class TrainedPart(BaseModel):
     """What a part of a run was trained with, from its start or a resume to its end."""
 
     cpu_model: Text | None = None
@@ -81,7 +81,7 @@ class Summary(BaseModel):
     precision: Text | None = None
     cpu_model: Text | None = None
     usable_cores: Count | None = None
-    parts: list[Part] = []  # those that differ; older runs do not say
+    parts: list[TrainedPart] = []  # those that differ; older runs do not say
     checkpoint: Checkpoint | None = None  # which the run ended with
     finished_at: Text | None = None
     git_commit: Text | None = None
@@ -90,7 +90,9 @@ class Summary(BaseModel):
     @property
     def changes(self) -> dict[str, str]:
         """Return what was not the same in all parts of the run: {"num_workers": "1 then 2"}."""
-        values = {name: list(dict.fromkeys(getattr(part, name) for part in self.parts)) for name in Part.model_fields}
+        values = {
+            name: list(dict.fromkeys(getattr(part, name) for part in self.parts)) for name in TrainedPart.model_fields
+        }
         return {name: " then ".join(map(str, each)) for name, each in values.items() if len(each) > 1}
 
 
