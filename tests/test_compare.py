@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from conftest import ROOT, environment, rlcb
+from conftest import ROOT, environment, rlcb, tiny_run
 from run_copies import copy_run, edit_json, evaluate_as
 
 from rl_cluster_benchmark.config import config_files as configs
@@ -326,6 +326,34 @@ def test_where_machines_meet_is_no_setting_of_the_variant(cells, tmp_path):
     assert [(group.variant, len(group.runs)) for group in groups] == [("PPO parallel", 3)]
     other = copy_run(runs[2], tmp_path / "other", config={"cluster.sync": "local_sgd", "env.seed": 4})
     assert len(Comparison.load([*runs, other]).groups) == 2
+
+
+def test_a_run_that_was_resumed_with_other_workers_has_no_speed_up(trained, tmp_path, call):
+    """Its mean speed is that of neither number, and it is no seed of the runs that had the last one throughout."""
+    mixed, whole = tmp_path / "mixed", tmp_path / "whole"
+    parallel = ("--mode", "parallel", "--set", "parallel.pin=never")
+    for more in (("--num-workers", 1), ("--num-workers", 2, "--resume")):
+        done = tiny_run(mixed, *parallel, *more, timesteps=2000 if "--resume" not in more else 4000)
+        assert done.returncode == 0, done.stderr
+    note = "it was not trained under the same conditions throughout (num_workers 1 then 2)"
+    assert note in call("runs", mixed)[1]
+
+    parts = json.loads((mixed / "training_summary.json").read_text())["parts"]
+    assert [part["num_workers"] for part in parts] == [1, 2]
+    copy_run(mixed, whole, config={"env.seed": 7}, parts=parts[1:])
+    data = json.loads(call("compare", trained, mixed, "--format", "json")[1])
+    assert [group["speedup"] for group in data["groups"]] == [None, None]
+    assert any(note in text for text in data["notes"])
+    assert data["headline"][0] == "Speeds are not compared: conditions changed while a run was trained."
+    two = ("--output", tmp_path / "plot.png", "--report", tmp_path / "report.txt")
+    out = call("compare", "--sequential", trained, "--parallel", mixed, *two)[1]
+    assert re.search(r"Speedup \(Parallel/Sequential\) +- +-", out)
+    assert note in out
+    data = json.loads(call("compare", trained, whole, "--format", "json")[1])
+    assert data["groups"][1]["speedup"] > 0
+    data = json.loads(call("compare", mixed, whole, "--format", "json")[1])
+    names = ["PPO parallel (num_workers 1 then 2)", "PPO parallel (num_workers 2)"]
+    assert [group["variant"] for group in data["groups"]] == names
 
 
 def test_seeds_that_were_evaluated_in_two_ways_have_no_mean(cells, tmp_path, call):

@@ -118,6 +118,7 @@ def test_the_evaluations_of_an_earlier_state_do_not_pass_for_those_of_a_later_on
     assert resumed.evaluations == {}
     assert f"at {before.total_timesteps:,.0f} steps; the run's last is at" in resumed.left_out[0].reason
     assert resumed.summary.run_id == before.run_id
+    assert (len(resumed.summary.parts), resumed.doubts) == (1, ())
     (run / "clip.webp").write_bytes(b"RIFF, the old agent")
     of_run(run, "eval_mine.json")
     (run / "evaluate_notes.json").write_text('{"by": "somebody"}')

@@ -192,6 +192,19 @@ def test_fixed_settings_that_do_not_go_together_are_refused_at_once(tmp_path, ca
     assert not (tmp_path / "s").exists()
 
 
+def test_trials_whose_environments_depend_on_their_cores_are_refused(tmp_path, call):
+    """--jobs would decide how many there are; a number of workers, or one of environments, makes trials alike."""
+    base = {"algorithm": "a2c", "mode": "parallel", "parallel": {"num_envs_per_worker": 8}, "training": {"n_steps": 16}}
+    data = {"config": write(tmp_path, base, "base.yaml"), **{key: SPACE[key] for key in ("games", "score")}}
+    data |= {"total_timesteps": 3000, "space": {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}}
+    output = tmp_path / "search"
+    status, _, error = call("search", "--space", write(tmp_path, data), "--trials", 1, "--output-dir", output)
+    assert (status, error.count("\n"), output.exists()) == (2, 1, False), error
+    assert "num_envs_per_worker = 8 and no number of workers, the environments of a trial would depend on" in error
+    for fixed in ({"parallel.num_workers": 2}, {"env.num_envs": 16, "parallel.num_envs_per_worker": None}):
+        searching.check_buildable(read_space(write(tmp_path, data | {"set": fixed})))
+
+
 def test_without_optuna_the_command_says_what_to_install(monkeypatch, call):
     monkeypatch.setitem(sys.modules, "optuna", None)
     status, _, error = call("search", "--space", "catch", "--trials", 1)

@@ -114,6 +114,9 @@ class _Means(_Part):
     counts: dict[str, Count]
 
 
+MAX_PARTS = 1000  # that differ, of a run that was resumed
+
+
 class _Progress(_Part):
     steps: Count
     updates: Count
@@ -125,6 +128,7 @@ class _Progress(_Part):
     asynchrony: _Means
     bad_numbers: dict[str, Number]
     run_id: Annotated[str, Field(max_length=64)] | None = None  # missing in older checkpoints
+    parts: Annotated[list[dict[str, str | int | None]], Field(max_length=MAX_PARTS)] = []  # missing in older ones, too
 
 
 class _Optimizer(_Part):

@@ -75,6 +75,7 @@ class Run:
         self._num_workers_seen = 0
         self.last_update_at = 0.0  # seconds of training
         self._elapsed_before = self._cpu_before = 0.0
+        self._parts_before: list[dict[str, Any]] = []  # what earlier parts of the run were trained with
         if resumed_from is not None:
             self._restore(resumed_from["progress"])
             if resumed_path is not None:
@@ -351,6 +352,7 @@ class Run:
             "episodes": self.episodes.state_dict(),
             "asynchrony": self.asynchrony.state_dict(),
             "bad_numbers": dict(self.bad_numbers),
+            "parts": self._parts(),
             # Every random stream is named by the seed and the number of the update (see seeding.py).
             "random_state": {"seed": self.config.env.seed, "next_update": self.updates},
         }
@@ -365,6 +367,22 @@ class Run:
         self.asynchrony.load_state_dict(state["asynchrony"])
         self.bad_numbers = dict(state["bad_numbers"])
         self.run_id = state.get("run_id") or self.run_id
+        self._parts_before = state.get("parts", [])  # older checkpoints do not say
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """Return what the parts of the run were trained with, between which it was resumed: each different one once."""
+        if self.resumed_from is not None and self.updates == self.resumed_from["progress"]["updates"]:
+            return self._parts_before  # this one has trained nothing yet
+        here = {
+            "cpu_model": self.plan.machine.cpu_model,
+            "usable_cores": self.usable_cores,
+            "num_workers": self.num_workers,
+            "num_learners": self.num_learners,
+            "precision": self.plan.precision,
+            "engine": self.plan.engine,
+            "git_commit": self.code["git_commit"],
+        }
+        return self._parts_before if here in self._parts_before else [*self._parts_before, here]
 
     def _read_memory(self) -> None:
         sizes = self._memory_readings.read()
@@ -447,6 +465,7 @@ class Run:
             "engine": self.plan.engine,
             "cpu_model": machine.cpu_model,
             "usable_cores": self.usable_cores,
+            "parts": self._parts(),
             "checkpoint": self.newest_checkpoint,
             "finished_at": timestamp(),
             **self.code,

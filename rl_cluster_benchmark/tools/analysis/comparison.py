@@ -87,7 +87,7 @@ class Comparison:
     def _sequential(self, group: Group) -> Group | None:
         """Return the group that the speed of this one is a multiple of."""
         base = [g for g in self.of_task(group.task) if (g.algorithm, g.mode) == (group.algorithm, "sequential")]
-        if len(base) != 1 or group is base[0] or len(figures.machines([*group.runs, *base[0].runs])) > 1:
+        if len(base) != 1 or group is base[0] or not figures.speeds_compare([*group.runs, *base[0].runs]):
             return None
         return base[0]
 

@@ -26,6 +26,10 @@ NOT_OF_THE_VARIANT = (
     "training.watchdog", "training.log_interval", "training.save_interval",
 )  # fmt: skip
 MEASURED_SPLIT = ("parallel.num_workers", "impala.num_learners")  # differs from run to run when nobody has chosen it
+CHANGED_SETTINGS = {  # what a summary says of the parts of a run -> the settings that decide it
+    "num_workers": ("parallel.num_workers", "impala.num_actors"), "num_learners": ("impala.num_learners",),
+    "precision": ("hardware.precision",), "engine": ("hardware.engine",),
+}  # fmt: skip
 WORK = (  # how much there is of it in a step
     "model.", "training.n_steps", "training.batch_size", "training.n_epochs", "training.target_kl", "impala.passes",
     "impala.replay", "env.num_envs", "hardware.precision",
@@ -148,6 +152,10 @@ def _settings(run: RunRecord) -> dict[str, str]:
             is_task = section == "env" and key not in NOT_OF_THE_TASK
             if section not in NOT_OF_THE_VARIANT and name not in NOT_OF_THE_VARIANT and not is_task:
                 flat[name] = _value(value)
+    for name, values in run.summary.changes.items():  # of a run that was resumed with other settings
+        for key in CHANGED_SETTINGS.get(name, ()):
+            if key in flat:
+                flat[key] = values
     if flat.get("impala.split") == "measured":
         for name in MEASURED_SPLIT:
             flat.pop(name, None)
@@ -202,11 +210,18 @@ def machines(runs: Iterable[RunRecord]) -> list[tuple[str, int | None]]:
     return [*named, ("an unnamed machine", None)] if named and any(not model for model, _ in seen) else named
 
 
+def speeds_compare(runs: Sequence[RunRecord]) -> bool:
+    """Return whether the runs are of one machine, and each was trained under the same conditions throughout."""
+    return len(machines(runs)) < 2 and not any(run.summary.changes for run in runs)
+
+
 def processes(run: RunRecord) -> int | None:
     """Return how many processes trained, IMPALA's learners among them; None where the run does not say."""
     workers, learners = run.summary.num_workers, run.summary.num_learners
     if run.mode == "sequential":
         return 1
+    if run.summary.changes.keys() & {"num_workers", "num_learners"}:
+        return None
     if workers is None or (learners is None and run.config.algorithm == "impala"):
         return None
     return workers + (learners or 0)

@@ -53,6 +53,18 @@ class Checkpoint(BaseModel):
     steps: Amount
 
 
+class TrainedPart(BaseModel):
+    """What a part of a run was trained with, from its start or a resume to its end."""
+
+    cpu_model: Text | None = None
+    usable_cores: Count | None = None
+    num_workers: Count | None = None
+    num_learners: Count | None = None
+    precision: Text | None = None
+    engine: Text | None = None
+    git_commit: Text | None = None
+
+
 class Summary(BaseModel):
     """training_summary.json, as far as it is used here."""
 
@@ -84,10 +96,19 @@ class Summary(BaseModel):
     precision: Text | None = None
     cpu_model: Text | None = None
     usable_cores: Count | None = None
+    parts: list[TrainedPart] = []  # those that differ; older runs do not say
     checkpoint: Checkpoint | None = None  # which the run ended with
     finished_at: Text | None = None
     git_commit: Text | None = None
     versions: dict[str, Text] = {}
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """Return what was not the same in all parts of the run: {"num_workers": "1 then 2"}."""
+        values = {
+            name: list(dict.fromkeys(getattr(part, name) for part in self.parts)) for name in TrainedPart.model_fields
+        }
+        return {name: " then ".join(map(str, each)) for name, each in values.items() if len(each) > 1}
 
 
 def is_inside(root: Path, file: Path) -> bool:

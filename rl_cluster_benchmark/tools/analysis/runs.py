@@ -203,12 +203,16 @@ def _load_run(path: Path, names: Sequence[str]) -> RunRecord:
 
 
 def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
-    """Say so if the log does not end where the summary says that the run did, but for an interval of logging."""
+    """Return what to tell about the run's figures: other conditions after a resume, a log that ends too early."""
+    found = []
+    if summary.changes:
+        changes = ", ".join(f"{name} {values}" for name, values in summary.changes.items())
+        found.append(f"it was not trained under the same conditions throughout ({changes}): its speed is their mean")
     missing = summary.total_updates - last_logged
     if last_logged and missing >= config.training.log_interval:
         ends = f"its log ends at update {last_logged:,.0f}, its summary at {summary.total_updates:,.0f}"
-        return [f"{ends}: the log is of another run, or cut short"]
-    return []
+        found.append(f"{ends}: the log is of another run, or cut short")
+    return found
 
 
 def is_running(path: Path) -> bool:

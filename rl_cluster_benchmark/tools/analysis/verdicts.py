@@ -46,6 +46,8 @@ def headline(comparison: Comparison) -> list[str]:
     speeds = rank(comparison.speeds(), comparison.enough_seeds)
     if len(comparison.machines()) > 1:
         sentences.append("Speeds are not compared: the runs come from different machines.")
+    elif not figures.speeds_compare(comparison.runs):
+        sentences.append("Speeds are not compared: conditions changed while a run was trained.")
     elif speeds.order:
         sentences.append(_speed_sentence(speeds))
     rewards = rank(comparison.rewards(), comparison.enough_seeds)

@@ -192,7 +192,7 @@ def _are_comparable(groups: list[Group], line: Line) -> bool:
     """Return whether the speeds are of one machine, and evaluations played in one way."""
     runs = [run for group in groups for run in group.runs]
     if line.metric is figures.fps:
-        return len(figures.machines(runs)) < 2
+        return figures.speeds_compare(runs)
     return line.levels is None or figures.ways_of_acting(runs, line.levels) < 2
 
 

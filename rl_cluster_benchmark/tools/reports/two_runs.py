@@ -9,7 +9,7 @@ from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, 
 from rl_cluster_benchmark.core.text import NOTHING, decimal, plain, whole
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import Axis
-from rl_cluster_benchmark.tools.analysis.groups import LearningTask, machines
+from rl_cluster_benchmark.tools.analysis.groups import LearningTask, speeds_compare
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord, UnusableRunError, load_run, require_usable
 from rl_cluster_benchmark.tools.reports.comparison_plot import plot_comparison
 from rl_cluster_benchmark.tools.reports.plots import picture_file
@@ -70,8 +70,8 @@ def differences(one: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _ratios(one: RunRecord, other: RunRecord) -> tuple[str, str]:
-    """Return the speed-up and the gain in steps per hour; nothing where their machines or their tasks differ."""
-    if len(machines([one, other])) > 1 or LearningTask(one.config.env) != LearningTask(other.config.env):
+    """Return the speed-up and the gain in steps per hour; nothing where their speeds or their tasks do not compare."""
+    if not speeds_compare([one, other]) or LearningTask(one.config.env) != LearningTask(other.config.env):
         return NOTHING, NOTHING
     mine, theirs = one.summary.avg_fps, other.summary.avg_fps
     speedup, gain = f"{theirs / mine:.2f}x" if mine > 0 else NOTHING, NOTHING

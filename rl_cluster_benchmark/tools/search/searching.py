@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Signals
@@ -74,11 +75,25 @@ def check_buildable(space: SearchSpace) -> None:
     problems = []
     for number in range(len(space.candidates) + SAMPLES):
         try:
-            space.config_of(suggest(space, number, []))
-            return
+            config = space.config_of(suggest(space, number, []))
         except UserError as error:
             problems.append(str(error))
+            continue
+        _check_environments(config)
+        return
     raise UserError(f"No trial of this space can be trained; the first one: {problems[0]}")
+
+
+def _check_environments(config: Config) -> None:
+    """Refuse trials whose number of environments would follow from the cores that they get, as with other --jobs."""
+    share = config.parallel.num_envs_per_worker
+    actors = config.impala.num_actors if config.algorithm == "impala" else None
+    workers = actors or config.parallel.num_workers
+    if config.mode == "parallel" and share is not None and not isinstance(workers, int):
+        raise UserError(
+            f"With parallel.num_envs_per_worker = {share} and no number of workers, the environments of a trial would "
+            "depend on its cores; set parallel.num_workers, or env.num_envs and parallel.num_envs_per_worker: null."
+        )
 
 
 def core_shares(slots: int) -> list[Collection[int] | None]:
