@@ -7,6 +7,7 @@ python bench/mechanisms.py [--rounds 30]
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import subprocess
 import sys
 import time
@@ -25,8 +26,9 @@ from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConf
 from rl_cluster_benchmark.kernels import heads, pooling
 from rl_cluster_benchmark.kernels.native_network import HiddenRows
 from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.minibatch import InOneCall, Moments, PassByPass, PassSetting, Samples
+from rl_cluster_benchmark.learning.minibatch import Moments
 from rl_cluster_benchmark.learning.network_pass import Pass
+from rl_cluster_benchmark.learning.objective import Objective, Samples
 from rl_cluster_benchmark.learning.optimizers import Adam
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine import process
@@ -34,7 +36,6 @@ from rl_cluster_benchmark.nets.models import ActorCritic, make_model
 
 SHAPE, ACTIONS, FEATURES = (64, 64, 3), 15, 256
 MEMORY_PASSES, MEMORY_SAMPLES = 5, 512
-WAYS = ((PassByPass, False), (PassByPass, True), (InOneCall, True))  # a pass, and are its losses in C?
 Case = tuple[str, Callable[[], object], Callable[[], object]]  # what, with it, without it
 
 
@@ -148,15 +149,16 @@ def whole_pass(count: int) -> Iterator[Case]:
     actions, floats = torch.randint(0, ACTIONS, (1024,)), torch.randn(4, 1024)
     batch = Batch(images(1024), torch.ones(1024), actions, *floats)
 
-    def add(way: type[PassByPass] | type[InOneCall], in_c: bool) -> None:
-        setting = PassSetting(ppo.on_policy.learner, ppo.hyper, 64, in_c)
-        rows = np.random.default_rng().integers(1024, size=count)
-        way(setting, batch, Moments(count, 0.0, 1.0), ppo.objective).write(rows, 0)
+    if ppo.on_policy.model.native_trunk is None:
+        return
 
-    in_torch, in_c, in_one_call = (partial(add, *way) for way in WAYS)
-    yield f"PPO's heads and losses in C instead of torch, a whole pass of {count}", in_c, in_torch
-    if ppo.on_policy.model.native_trunk is not None:
-        yield f"that pass in one call of C, a few samples at a time, {count}", in_one_call, in_c
+    def add(objective: Objective) -> None:
+        rows = np.random.default_rng().integers(1024, size=count)
+        ppo.on_policy.gradients.passes(batch, Moments(count, 0.0, 1.0), objective).write(rows, 0)
+
+    in_torch = dataclasses.replace(ppo.objective, in_c=None)
+    name = f"PPO's heads and losses in C, in one call with the network, {count} samples"
+    yield name, partial(add, ppo.objective), partial(add, in_torch)
 
 
 def milliseconds(work: Callable[[], object]) -> float:

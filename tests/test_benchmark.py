@@ -20,7 +20,7 @@ from stand_ins import StandIns
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.tools.analysis.runs import UnusableRunError, load_run
-from rl_cluster_benchmark.tools.benchmark.board import Board
+from rl_cluster_benchmark.tools.benchmark.cell_table import CellTable
 from rl_cluster_benchmark.tools.benchmark.cells import CellProgress, look_at, work_on
 from rl_cluster_benchmark.tools.benchmark.matrix import Matrix, build, load
 
@@ -100,6 +100,21 @@ def test_a_signal_ends_it_in_good_order(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_evaluation_of_somebody_in_a_cell_displaces_none_of_the_benchmark(benchmarked, tmp_path, call):
+    """One with more episodes, and another way of acting, is neither reported nor taken for a missing one."""
+    directory = shutil.copytree(benchmarked, tmp_path / "copy")
+    cell = directory / "cells" / "ppo_sequential_Catch-v0_seed1"
+    checkpoint = cell / "checkpoints" / "ppo_sequential_final.pt"
+    more = ("--num-episodes", 30, "--deterministic", "--json", cell / "eval_mine.json")
+    assert call("evaluate", "--checkpoint", checkpoint, *more)[0] == 0
+    own = (cell / "evaluation_all.json").stat().st_mtime_ns
+    status, out, error = call("benchmark", "--resume", "--output-dir", directory)
+    assert (status, "4 of 4 cells done" in out) == (0, True), out + error
+    assert (cell / "evaluation_all.json").stat().st_mtime_ns == own, "played again"
+    assert "sampled actions" not in out
+    assert table(directory) == table(benchmarked)
 
 
 def test_an_existing_benchmark_is_not_touched_without_being_told(benchmarked):
@@ -187,9 +202,9 @@ def test_the_board_knows_that_steps_may_end_a_timed_cell():
     matrix = Matrix(algorithms=["ppo"], modes=["sequential"], games=["Catch-v0"], seeds=[1, 2, 3],
                     duration_hours=1.0, total_timesteps=1000)  # fmt: skip
     cells = [CellProgress(cell, Path(cell.name)) for cell in matrix.cells()]
-    assert Board(cells, matrix).seconds_left() > 3 * 3600
+    assert CellTable(cells, matrix).seconds_left() > 3 * 3600
     cells[0].state, cells[0].seconds = "done", 20.0
-    assert Board(cells, matrix).seconds_left() == pytest.approx(40.0)
+    assert CellTable(cells, matrix).seconds_left() == pytest.approx(40.0)
 
 
 def test_a_cell_that_was_only_evaluated_took_its_training_too(benchmarked, tmp_path):
@@ -210,7 +225,7 @@ def test_the_board_estimates_the_end(benchmarked, tmp_path):
     matrix = load(benchmarked)
     cells = [look_at(cell, benchmarked / "cells" / cell.name, matrix) for cell in matrix.cells()]
     assert {progress.state for progress in cells} == {"done"}
-    board = Board(cells, matrix)
+    board = CellTable(cells, matrix)
     assert board.status() == "4 of 4 cells done"
     cells[0].seconds, cells[1].seconds, cells[2].seconds = 10.0, 20.0, 30.0
     cells[3].state = "to come"

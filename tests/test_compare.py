@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from conftest import ROOT, environment, rlcb
-from run_copies import copy_run, evaluate_as
+from run_copies import copy_run, edit_json, evaluate_as
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.core.text import escape_markdown
@@ -326,6 +326,24 @@ def test_where_machines_meet_is_no_setting_of_the_variant(cells, tmp_path):
     assert [(group.variant, len(group.runs)) for group in groups] == [("PPO parallel", 3)]
     other = copy_run(runs[2], tmp_path / "other", config={"cluster.sync": "local_sgd", "env.seed": 4})
     assert len(Comparison.load([*runs, other]).groups) == 2
+
+
+def test_seeds_that_were_evaluated_in_two_ways_have_no_mean(cells, tmp_path, call):
+    """Sampled actions in one, the likeliest in the other: there is no figure with an interval over both."""
+    runs = [copy_run(cells["ppo_sequential"], tmp_path / str(seed), config={"env.seed": seed}) for seed in (1, 2)]
+    edit_json(runs[1] / "evaluation_all.json", deterministic=True)
+    data = json.loads(call("compare", *runs, "--format", "json")[1])
+    (group,) = data["groups"]
+    assert (group["seeds"], group["all_levels_reward"]) == ([1, 2], None)
+    assert group["final_reward"]["mean"] is not None
+    assert any("sampled actions, others with the likeliest" in note for note in data["notes"])
+    shown = call("compare", *runs, "--format", "template")[1]
+    assert "20 episodes, deterministic, all levels" in shown
+    assert "20 episodes, sampled actions, all levels" in shown
+    evaluate_as(runs[0], load_run(runs[0]).config.env.name, train=1.0, test=0.5)
+    edit_json(runs[0] / "evaluation_test.json", deterministic=True)
+    (group,) = json.loads(call("compare", runs[0], "--format", "json")[1])["groups"]
+    assert group["generalisation_gap"] is None
 
 
 def test_speeds_of_different_machines_are_not_compared(cells, tmp_path):

@@ -30,8 +30,7 @@ from rl_cluster_benchmark.core.atomic_files import remove_leftovers
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.core.timing import PhaseClock
-from rl_cluster_benchmark.execution.in_step.data_parallel import WorkerCourse
-from rl_cluster_benchmark.execution.in_step.distributed import NodeCourse
+from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.learning import bad_numbers
 from rl_cluster_benchmark.learning.reduction import Alone
@@ -323,9 +322,11 @@ def test_a_head_that_comes_back_late_writes_no_more(tmp_path):
         claim.release()
 
 
-def alone(config, env_ids, clock_course):
+def alone(config, env_ids):
     plan = planning.plan(config)
-    return Worker.build(config, plan, env_ids=env_ids, reduce=Alone(), course=clock_course, checkpoint=None)
+    return Worker.build(
+        config, plan, env_ids=env_ids, reduce=Alone(), clock=PhaseClock(), incarnation=0, checkpoint=None
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -337,8 +338,7 @@ def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path, worke
     assert state["progress"]["updates"] == 3
     words = ["train", "--mode", "distributed", *TINY, "--num-nodes", 2, "--workers-per-node", 1, *args]
     config = main.config_from(main.build_parser().parse_args(list(map(str, words))))
-    course = SimpleNamespace(clock=PhaseClock(), updates=0)
-    machines = [alone(config, range(start, start + 8), course) for start in (0, 8)]
+    machines = [alone(config, range(start, start + 8)) for start in (0, 8)]
     for update in range(3):
         for machine in machines:
             rollout = machine.collector.collect(update, lambda: False)
@@ -362,6 +362,20 @@ def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path, worke
         )
 
 
+class Sum:
+    """As much of a reducer as losses need."""
+
+    def __init__(self, add_up, num_workers):
+        self.add_up, self.num_workers = add_up, num_workers
+
+    def __call__(self, mine):
+        return self.add_up(mine)
+
+
+def local_steps(add_up, workers_here):
+    return LocalSteps(None, Sum(add_up, workers_here), None, every=9, total_workers=2 * workers_here, updates=0)
+
+
 @pytest.mark.parametrize(
     ("here", "there", "loss", "skipped"),
     [((0.1, 0), (0.3, 0), 0.2, 0), ((0.1, 1), (0.3, 0), 0.2, 1), ((math.nan, 4), (0.3, 0), 0.3, 4),
@@ -369,27 +383,18 @@ def test_local_sgd_is_each_machine_by_itself_and_then_their_mean(tmp_path, worke
 )  # fmt: skip
 def test_machines_that_skip_updates_by_themselves_are_counted_and_hide_no_losses(here, there, loss, skipped):
     """Two machines of two workers each, which all say the same of their machine."""
-    course = object.__new__(NodeCourse)
-    course.shared = {"episodes": [None, None]}
     theirs = torch.tensor([there[0], there[1] / 2], dtype=torch.float64)
     others = torch.cat([theirs.nan_to_num(0.0), theirs.isfinite().double()])
-    course.reduce = lambda mine: 2 * mine + 2 * others
-    found = course._of_all_machines({"policy_loss": here[0], "skipped_updates": float(here[1])})
+    here_steps = local_steps(lambda mine: 2 * mine + 2 * others, workers_here=2)
+    found = here_steps.of_all_machines({"policy_loss": here[0], "skipped_updates": float(here[1])})
     assert found == {"policy_loss": pytest.approx(loss, nan_ok=True), "skipped_updates": skipped}
 
 
-def test_experience_that_all_machines_leave_out_is_counted_once(monkeypatch):
+def test_experience_that_all_machines_leave_out_is_counted_once():
     """The loop has summed the counts over all machines before."""
-    reported = []
-    monkeypatch.setattr(WorkerCourse, "record", lambda self, steps, episodes, losses: reported.append(losses))
-    course = object.__new__(NodeCourse)
-    course._averages, course.updates = True, 1
-    course.config = Config.model_validate({"cluster": {"sync_every": 9}})
-    course.shared = {"episodes": [None]}
-    course.reduce = lambda mine: 2 * mine
     left_out = bad_numbers.left_out((6, 0), "skip")
-    course.record(0, [], {"policy_loss": math.nan} | left_out)
-    (losses,) = reported
+    here_steps = local_steps(lambda mine: 2 * mine, workers_here=1)
+    losses = here_steps.of_all_machines({"policy_loss": math.nan} | left_out)
     assert {name: losses[name] for name in left_out} == left_out
 
 

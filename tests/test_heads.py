@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import ScriptedEnv
+from pass_by_pass import PassByPass
 from torch import nn
 
 from rl_cluster_benchmark.algorithms.a2c import OBJECTIVE as A2C_OBJECTIVE
-from rl_cluster_benchmark.algorithms.on_policy import STATS
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.experience.rollout import Collector, Rollout, sample
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.minibatch import Moments
+from rl_cluster_benchmark.learning.minibatch import Moments, TorchPasses
+from rl_cluster_benchmark.learning.objective import STATS
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.nets.models import ActorCritic
 
@@ -47,13 +48,13 @@ def experience(model):
 
 
 def gradient_and_stats(ppo, batch, objective, *, in_c):
-    learner = ppo.on_policy
-    learner.losses_in_c = in_c
-    learner.learner.zero_grad()
-    learner.learner.stats.zero_()
+    learner = ppo.on_policy.learner
+    learner.zero_grad()
+    learner.stats.zero_()
     rows = np.random.default_rng(2).permutation(SAMPLES)[:200]
-    learner.gradient(batch, Moments(180.0, 0.2, 1.7), objective).write(rows, 0)
-    return learner.learner.grad.clone(), learner.learner.stats.clone()
+    moments = Moments(180.0, 0.2, 1.7) if ppo.hyper.normalize_advantage else Moments(180.0, 0.0, 1.0)
+    (PassByPass if in_c else TorchPasses)(learner, ppo.hyper, 64, batch, moments, objective).write(rows, 0)
+    return learner.grad.clone(), learner.stats.clone()
 
 
 @pytest.mark.parametrize("normalize_advantage", [True, False])
@@ -61,7 +62,6 @@ def gradient_and_stats(ppo, batch, objective, *, in_c):
 def test_gradient_and_statistics_are_those_of_the_formulas_in_torch(algorithm, normalize_advantage):
     clip_values = algorithm == "ppo"
     ppo = make(clip_value_loss=clip_values, normalize_advantage=normalize_advantage, vf_coef=0.7, ent_coef=0.3)
-    assert ppo.on_policy.losses_in_c
     batch = experience(ppo.on_policy.model)
     objective = A2C_OBJECTIVE if algorithm == "a2c" else ppo.objective
     expected, expected_stats = gradient_and_stats(ppo, batch, objective, in_c=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,11 +160,11 @@ def test_with_shared_work_and_the_network_in_c_workers_do_help(monkeypatch):
         workers = []
         for rank in range(2):
             reduce = SharedMemoryReducer(memory, rank, PhaseClock())
-            course = SimpleNamespace(clock=PhaseClock(), updates=0)
             sharing = WorkSharing(work, rank, reduce)
             worker = Worker.build(
-                config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=None, sharing=sharing
-            )
+                config, plan, env_ids=shards[rank], reduce=reduce, clock=PhaseClock(), incarnation=0, checkpoint=None,
+                sharing=sharing,
+            )  # fmt: skip
             assert isinstance(worker.collector.helping, Helping)
             if not with_help:
                 worker.collector.helping = None

@@ -1,6 +1,7 @@
 """How the package is arranged: folders that import in one direction, and names that stand for one thing each."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -54,3 +55,10 @@ def test_an_import_that_goes_upwards_or_in_a_circle_fails_the_lint(tmp_path, fil
     done = subprocess.run([lint, "--no-cache"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
     assert "BROKEN" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "mechanisms.md"])
+def test_the_modules_that_the_docs_name_are_there(page):
+    named = re.findall(r"`([a-z_/]+/[a-z_]+\.(?:py|c|h))`", (ROOT / "docs" / page).read_text())
+    assert len(named) > 10
+    assert [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []

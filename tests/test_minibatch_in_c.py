@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, needs_native
+from pass_by_pass import PassByPass
 from test_native_network import images
 
 from rl_cluster_benchmark.algorithms.ppo import PPO
@@ -17,7 +18,7 @@ from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.in_step.work_sharing import WorkSharing
 from rl_cluster_benchmark.kernels import build, minibatch_pass, native_network
 from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.minibatch import InOneCall, Moments, PassByPass, PassSetting
+from rl_cluster_benchmark.learning.minibatch import Moments, PassesInC
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS, Adam
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.nets.models import make_model
@@ -65,8 +66,10 @@ def make(architecture, *, shared=False):
 
 
 def gradient(way, ppo, batch, micro_batch=32):
-    setting = PassSetting(ppo.on_policy.learner, ppo.hyper, micro_batch, losses_in_c=True)
-    return way(setting, batch, MOMENTS, ppo.objective)
+    learner, objective = ppo.on_policy.learner, ppo.objective
+    if way is PassByPass:
+        return PassByPass(learner, ppo.hyper, micro_batch, batch, MOMENTS, objective)
+    return PassesInC(learner, ppo.hyper, micro_batch, batch, MOMENTS, objective.in_c, learner.model.native_trunk)
 
 
 def experience():
@@ -88,20 +91,22 @@ def some_rows(count):
 def test_is_the_same_as_pass_by_pass(architecture, count, micro_batch):
     ppo = make(architecture)
     learner, found = ppo.on_policy.learner, []
-    for way in (PassByPass, InOneCall):
+    for way in (PassByPass, PassesInC):
         learner.grad.fill_(7.0)  # to be cleared
         gradient(way, ppo, experience(), micro_batch).write(some_rows(count), 0)
         found.append(torch.cat([learner.grad, learner.stats]))
     assert found[0].any() == (count > 0)
     assert torch.equal(*found)
-    assert isinstance(ppo.on_policy.gradient(experience(), MOMENTS, ppo.objective), InOneCall), "the way that is taken"
+    assert isinstance(ppo.on_policy.gradients.passes(experience(), MOMENTS, ppo.objective), PassesInC), (
+        "the way that is taken"
+    )
 
 
 def test_many_samples_are_several_calls(monkeypatch):
     ppo, found = make("nature"), []
     for most in (1000, 50):
         monkeypatch.setattr(minibatch_pass, "MOST_IN_A_CALL", most)
-        gradient(InOneCall, ppo, experience(), micro_batch=25).write(some_rows(110), 0)
+        gradient(PassesInC, ppo, experience(), micro_batch=25).write(some_rows(110), 0)
         found.append(ppo.on_policy.learner.grad.clone())
     assert torch.equal(*found)
 
@@ -110,7 +115,7 @@ def test_many_samples_are_several_calls(monkeypatch):
 def test_pieces_of_shared_work_are_the_same(architecture):
     bounds, own = (0, 40, 50, 51, 53, 60, 80), some_rows(SAMPLES)[80:]
     found = []
-    for way in (PassByPass, InOneCall):
+    for way in (PassByPass, PassesInC):
         ppo = make(architecture, shared=True)
         learner, sharing = ppo.on_policy.learner, ppo.on_policy.sharing
         learner.hidden.begin(SAMPLES)
@@ -138,7 +143,7 @@ def test_the_code_for_amx_is_the_same_as_pass_by_pass(tmp_path, architecture):
     ppo, emulated, found = make(architecture), ctypes.CDLL(str(library)), []
     model, channels = ppo.on_policy.model, {"impala": [16, 32, 32], "nature": [32, 64, 64]}[architecture]
     model.native_trunk = native_network._make(emulated, source, (64, 64, 3), channels, list(model.trunk.parameters()))
-    for way in (PassByPass, InOneCall):
+    for way in (PassByPass, PassesInC):
         gradient(way, ppo, experience()).write(some_rows(19), 0)
         found.append(ppo.on_policy.learner.grad.clone())
     assert found[0].any()
@@ -159,7 +164,7 @@ def test_a_pass_in_one_call_that_is_wrong_is_noticed():
 def test_not_a_number_is_not_lost():
     ppo, batch = make("impala"), experience()
     batch.advantages[3] = torch.nan
-    ppo.on_policy.gradient(batch, MOMENTS, ppo.objective).write(np.array([3]), 0)
+    ppo.on_policy.gradients.passes(batch, MOMENTS, ppo.objective).write(np.array([3]), 0)
     assert ppo.on_policy.learner.grad.isnan().any()
     assert ppo.on_policy.learner.stats[:-1].isnan().any()
 

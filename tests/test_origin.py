@@ -3,10 +3,13 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 import yaml
-from conftest import TINY, rlcb
+from conftest import ROOT, TINY, environment, rlcb
 from run_copies import edit_json
 
 from rl_cluster_benchmark.cli import main
@@ -127,6 +130,49 @@ def test_the_evaluations_of_an_earlier_state_do_not_pass_for_those_of_a_later_on
     assert not list((run / "checkpoints").glob("ppo_*"))  # nor anything else of the run that was replaced
     assert [log.parent.name for log in run.glob("logs/*/metrics.jsonl")] == ["A2C_Sequential"]
     assert load_run(run).summary.run_id != before.run_id
+
+
+def kill_after_a_new_checkpoint(run, *args):
+    """Resume the run, and kill it as soon as it has saved again; returns (its newest checkpoint, the one before)."""
+    before = set((run / "checkpoints").glob("*.pt"))
+    call = [sys.executable, "-m", "rl_cluster_benchmark", "train", "--resume", "--output-dir", run, *args]
+    process = subprocess.Popen([*map(str, call)], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while not set((run / "checkpoints").glob("*.pt")) - before and time.monotonic() < end:
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    files = (run / "checkpoints").glob("*_step_*.pt")
+    return sorted(files, key=lambda file: -int(file.stem.rpartition("_")[2]))[:2]
+
+
+def test_a_run_that_failed_and_was_killed_after_a_resume_is_what_its_files_are(trained, tmp_path, call):
+    """Its old summary tells of updates that are gone; an evaluation of its newest checkpoint counts, no other one."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    (run / FINAL).unlink()
+    failed = {"state": "failed", "reason": "Worker 1 was killed", "total_updates": 100_000}
+    for name in ("training_summary.json", "benchmark_metrics.json"):
+        edit_json(run / name, **failed, total_timesteps=51_200_000, checkpoint=None)
+    more = ("--total-timesteps", 100_000_000, "--set", "training.save_interval=1")
+    newest, earlier = kill_after_a_new_checkpoint(run, *more)
+    assert evaluate(run, "evaluation_all.json", file=newest.relative_to(run)) == 0
+    assert evaluate(run, "eval_earlier.json", file=earlier.relative_to(run), episodes=20) == 0
+    evaluation = json.loads((run / "evaluation_all.json").read_text())
+    (run / "eval_old.json").write_text(json.dumps(evaluation | {"num_episodes": 99, "origin": None}))
+
+    listed = json.loads(call("runs", run, "--format", "json")[1])["runs"][0]
+    steps, at = (int(file.stem.rpartition("_")[2]) for file in (newest, earlier))
+    assert (listed["state"], "killed" in listed["reason"]) == ("interrupted", True)
+    assert steps <= listed["steps"] < 1_000_000
+    assert listed["notes"] == [
+        f"eval_earlier.json: is of another checkpoint (at {at:,} steps; the run's last is at {steps:,}); evaluate "
+        "again",
+        "eval_old.json: does not say which checkpoint it is of; evaluate again",
+    ]
+    (group,) = json.loads(call("compare", "--unfinished", run, "--format", "json")[1])["groups"]
+    assert group["all_levels_reward"]["mean"] == evaluation["mean_reward"]
 
 
 def test_evaluations_of_older_versions_are_taken_on_trust_and_marked(trained, tmp_path):

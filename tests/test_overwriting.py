@@ -16,6 +16,7 @@ import psutil
 import pytest
 from conftest import CELL_SETTINGS, MATRIX, ROOT, TINY, environment, rlcb, tiny_run
 from forked import Command
+from matplotlib.figure import Figure
 
 from rl_cluster_benchmark.cli.arguments import config_from
 from rl_cluster_benchmark.cli.main import build_parser
@@ -334,6 +335,36 @@ def test_reports_replace_only_reports(trained, tmp_path):
     assert mine.read_text() == "mine"
     for _ in range(2):
         assert rlcb("report", trained, "--output-dir", tmp_path / "report").returncode == 0
+
+
+def test_pictures_of_somebody_stay(trained, tmp_path, call, monkeypatch):
+    """That matplotlib has drawn a picture does not make it one of this program's; our own are replaced, older too."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    log, folder = log_of(run), tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    plot = ("plot", "--log-file", log)
+    commands = {
+        log.with_name("metrics.png"): plot,
+        folder / "comparison.png": ("report", run),
+        Path("comparison.png"): ("compare", "--sequential", run, "--parallel", run),
+        folder / "learning_curve.png": ("quickstart", "--output-dir", folder),
+    }
+    figure = Figure()
+    for picture, command in commands.items():
+        figure.savefig(picture)
+        before = picture.read_bytes()
+        status, _, error = call(*command)
+        assert (status, "would be replaced, and this program has not written it" in error) == (2, True), command
+        assert picture.read_bytes() == before
+    picture = log.with_name("metrics.png")
+    figure.savefig(picture, dpi=110)  # as older versions wrote them
+    for _ in range(2):
+        before = picture.read_bytes()
+        status, _, error = call(*plot)
+        assert (status, picture.read_bytes()[1:4]) == (0, b"PNG"), error
+    assert b"Software\0rlcb " in before
+    assert call(*plot, "--output", log.with_name("curves.svg"))[0] == 0
 
 
 def test_files_of_somebody_else_in_the_output_directory(tmp_path):

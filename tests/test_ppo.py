@@ -5,18 +5,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ScriptedEnv, targets
+from conftest import ScriptedEnv, needs_native, targets
 
-from rl_cluster_benchmark.algorithms.on_policy import divide
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
-from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.experience.rollout import Collector
 from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.learning.minibatch import Samples
-from rl_cluster_benchmark.learning.network_pass import Pass
+from rl_cluster_benchmark.learning.division import divide
+from rl_cluster_benchmark.learning.learner import Learner, views
+from rl_cluster_benchmark.learning.minibatch import Moments
+from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.objective import Losses, Objective, Samples
 from rl_cluster_benchmark.learning.optimizers import Adam, RMSprop
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.nets.models import make_model
@@ -314,3 +315,41 @@ def test_optimizer_state_survives_a_change_of_memory_format():
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, states["moments"][key][name], rtol=0, atol=0, msg=name)
     assert float(second.optimizer.steps) == 1.0
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("native", marks=needs_native)])
+def test_a_loss_that_c_code_does_not_know_is_computed_in_torch(engine):
+    """Also where the network and the heads are compiled: it is never replaced by a loss that C code knows."""
+
+    def squared_log_probs(now, samples):
+        nothing, errors = torch.zeros_like(now.values), now.values - samples.returns
+        losses = Losses(now.log_probs.square(), 0.5 * errors.abs(), now.entropy, nothing, nothing)
+        return losses, Slopes(2 * now.log_probs, 0.5 * errors.sign())
+
+    torch.manual_seed(0)
+    precision = torch.bfloat16 if engine == "native" else torch.float32
+    model = make_model(ModelConfig(), (64, 64, 3), 15, HardwareConfig(), precision, engine)
+    config = Config.model_validate({"training": {"vf_coef": 0.7, "ent_coef": 0.02}})
+    ppo = PPO(config, model, env_ids=[0], micro_batch=8, reduce=Alone())
+    count, rows = 20, np.arange(12)
+    images = torch.randint(0, 256, (count, 64, 64, 3), dtype=torch.uint8)
+    actions, returns = torch.randint(0, 15, (count,)), torch.randn(count)
+    batch = Batch(images, torch.ones(count), actions, *torch.randn(3, count), returns)
+    means = ppo.on_policy.gradients.sum(batch, [rows], Moments(12.0, 0.0, 1.0), Objective(squared_log_probs), 3.0)
+    found = ppo.on_policy.learner.grad.clone()
+
+    reference = make_model(ModelConfig(), (64, 64, 3), 15, HardwareConfig(), torch.float32, "torch")
+    reference.load_state_dict(model.state_dict())
+    logits, values = reference(images[rows])
+    log_policy = logits.log_softmax(-1)
+    log_probs = log_policy[range(12), actions[rows]]
+    entropy = -(log_policy.exp() * log_policy).sum(-1)
+    errors = 0.5 * (values - returns[rows]).abs()
+    (log_probs.square() + 0.7 * errors - 0.02 * entropy).mean().backward()
+    expected = torch.zeros_like(found)
+    for parameter, view in zip(reference.parameters(), views(model, expected).values(), strict=True):
+        view.copy_(parameter.grad)
+    error = float((found - expected).norm() / expected.norm())
+    assert error < (1e-5 if engine == "torch" else 0.05)
+    assert means[0] == pytest.approx(float(log_probs.detach().square().mean()), rel=1e-4 if engine == "torch" else 0.02)
+    assert means[-1] == 3.0

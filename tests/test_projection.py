@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,12 @@ from conftest import rlcb
 
 from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.config import config_files
-from rl_cluster_benchmark.core.timing import PHASES
-from rl_cluster_benchmark.execution.in_step.data_parallel import WorkerCourse, episode_table
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
+from rl_cluster_benchmark.execution.in_step.worker_course import WorkerCourse, layout
 from rl_cluster_benchmark.execution.loop import Worker, learn
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
+from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.tools.projection import inputs, projection
@@ -164,13 +168,14 @@ def test_the_model_counts_the_sums_that_an_update_makes():
         "env.name": "Catch-v0", "env.num_envs": 8, "training.n_steps": 16, "training.batch_size": 32,
         "training.n_epochs": 3, "training.total_timesteps": 250, "training.normalize_reward": True,
     })  # fmt: skip
-    shared = SharedTensors({"order": ((1,), torch.int64), "episodes": episode_table(1, 8 * 16)})
+    shared, clock = SharedTensors(layout(1, 8 * 16)), PhaseClock()
     nothing = {"steps": 0, "updates": 0, "elapsed": 0.0, "phase_seconds": dict.fromkeys(PHASES, 0.0)}
     reduce = Counting()
-    course = WorkerCourse(0, Nobody(), config, shared, nothing)
-    course.reduce = reduce
-    plan = planning.plan(config)
-    learn(Worker.build(config, plan, env_ids=range(8), reduce=reduce, course=course, checkpoint=None), course, reduce)
+    plan = replace(planning.plan(config), num_workers=1)
+    seat = MachineSeat.of(MachineAlone(plan, Signals()), config)
+    course = WorkerCourse(0, seat, Nobody(), config, shared, nothing, clock=clock, reduce=reduce)
+    worker = Worker.build(config, plan, env_ids=range(8), reduce=reduce, clock=clock, incarnation=0, checkpoint=None)
+    learn(worker, course, reduce)
     rate = Rate(100.0, course.updates, 10.0, dict.fromkeys(("update", "communication", "waiting"), 0.2), 0.0, {})
     work = inputs.work_from(config, rate)
     assert course.updates >= 2

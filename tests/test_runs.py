@@ -20,10 +20,12 @@ from rl_cluster_benchmark.tools.analysis.runs import (
     LeftOut,
     UnusableRunError,
     find_runs,
+    is_run,
     is_running,
     load_run,
     load_runs,
 )
+from rl_cluster_benchmark.tools.dashboard.state import Directory
 
 
 def start(output, *args):
@@ -206,3 +208,27 @@ def test_names_cannot_drive_a_terminal(tmp_path):
 def test_a_lock_that_nobody_holds_is_not_running(cells):
     assert (cells["ppo_sequential"] / ".lock").exists()
     assert not is_running(cells["ppo_sequential"])
+
+
+def test_runs_are_found_below_a_config_of_somebody_and_below_a_run(trained, tmp_path, call):
+    """A config.yaml alone makes no run, not even after a command that was refused; a run hides no other one."""
+    shutil.copy(trained / "config.yaml", tmp_path)
+    status, _, error = call("train", *TINY, "--output-dir", tmp_path)
+    assert (status, "no run has written it" in error) == (2, True), error
+    above = copy_run(trained, tmp_path / "above")
+    copy_run(trained, above / "below", config={"env.seed": 7})
+    copy_run(trained, above / "checkpoints" / "not_looked_at")
+    names = ["above", "above/below"]
+    listed = json.loads(call("runs", tmp_path, "--format", "json")[1])
+    assert [run["run"] for run in listed["runs"]] == names
+    assert listed["unreadable"] == []
+    assert sorted(run["name"] for run in Directory(tmp_path).snapshot()["runs"]) == names
+    (group,) = json.loads(call("compare", tmp_path, "--format", "json")[1])["groups"]
+    assert group["seeds"] == [7, 42]
+    for path in ("training_summary.json", "benchmark_metrics.json", "logs"):
+        target = above / path
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+    assert is_run(above), "its checkpoints are left"
+    (above / ".lock").write_text("")
+    shutil.rmtree(above / "checkpoints")
+    assert not is_run(above)

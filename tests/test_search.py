@@ -27,10 +27,9 @@ from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.tools.analysis.runs import is_running, load_run
 from rl_cluster_benchmark.tools.search import search_trials, searching
 from rl_cluster_benchmark.tools.search.sampling import importances, suggest
-from rl_cluster_benchmark.tools.search.score import Log, is_stopped
-from rl_cluster_benchmark.tools.search.search_progress import SearchProgress
 from rl_cluster_benchmark.tools.search.search_space import Rung
-from rl_cluster_benchmark.tools.search.searching import core_shares, search
+from rl_cluster_benchmark.tools.search.search_trials import Log, is_stopped
+from rl_cluster_benchmark.tools.search.searching import SearchProgress, core_shares, search
 from rl_cluster_benchmark.tools.search.space_files import read_space, spaces
 from rl_cluster_benchmark.tools.search.study import Study, Trial
 
@@ -328,8 +327,8 @@ class FakeChild:
     failures: dict[int, str] = {}  # trial -> what its log says
     cores: list[object] = []
 
-    def __init__(self, arguments, log, cores=None):
-        given = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    def __init__(self, call, *, output, cores=None):
+        log, given = output, dict(zip(call[4::2], call[5::2], strict=True))
         output = Path(given["--output-dir"])
         assert not output.exists(), "the earlier attempt is still there"
         trial, self.status = int(output.parent.name), 0
@@ -362,7 +361,7 @@ class FakeChild:
 @pytest.fixture
 def made_up(monkeypatch):
     """Training takes no time."""
-    monkeypatch.setattr(search_trials, "Child", FakeChild)
+    monkeypatch.setattr(search_trials, "ChildProcess", FakeChild)
     monkeypatch.setattr(searching, "SECONDS_BETWEEN_LOOKS", 0)
     monkeypatch.setattr(FakeChild, "failures", {})
     monkeypatch.setattr(FakeChild, "cores", [])
@@ -418,10 +417,10 @@ def test_a_run_that_fails_behind_a_rung_is_judged_there_first(made_up, tmp_path,
     """Whether it is stopped or fails must not depend on when it is looked at."""
     original = FakeChild.__init__
 
-    def fail_later(self, arguments, log, cores=None):
-        original(self, arguments, log, cores)
-        if Path(arguments[-1]).parent.name == "0002":
-            file = Path(arguments[-1]) / "logs" / "PPO_Sequential" / "metrics.jsonl"
+    def fail_later(self, call, **options):
+        original(self, call, **options)
+        if Path(call[-1]).parent.name == "0002":
+            file = Path(call[-1]) / "logs" / "PPO_Sequential" / "metrics.jsonl"
             file.write_text("".join(file.read_text().splitlines(keepends=True)[: at_step // 512]))
             self.status = 1
 
@@ -492,6 +491,41 @@ def test_directories_of_something_else_are_refused(tmp_path):
     (tmp_path / "search" / "trials" / "0000" / "trial.json").touch()
     with pytest.raises(UserError, match=r"holds trials, but no search\.yaml"):
         go(tmp_path, SPACE, 1)
+
+
+@pytest.mark.parametrize("name", ["best.yaml", "trials.csv", "history.png", "importances.png"])
+def test_results_replace_only_results(name, made_up, tmp_path, call):
+    """Before the first trial; what the search has written itself is replaced."""
+    mine = tmp_path / "search" / name
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    command = ("search", "--space", write(tmp_path), "--output-dir", mine.parent, "--trials")
+    status, out, error = call(*command, 1)
+    assert (status, mine.read_text()) == (2, "mine"), out
+    assert f"{mine} would be replaced, and this program has not written it; move it away" in error
+    mine.unlink()
+    for number in (1, 2):
+        status, _, error = call(*command, number)
+        assert status == 0, error
+
+
+def test_a_best_config_that_was_edited_stays_while_its_trial_is_the_best(made_up, tmp_path, call):
+    command = (
+        "search",
+        "--space",
+        write(tmp_path, candidates(0.002, 0.001, 0.005)),
+        "--output-dir",
+        tmp_path / "search",
+    )
+    assert call(*command, "--trials", 1)[0] == 0
+    best = tmp_path / "search" / "best.yaml"
+    edited = best.read_text() + "# mine\n"
+    best.write_text(edited)
+    status, out, _ = call(*command, "--trials", 2)
+    assert (status, best.read_text()) == (0, edited)
+    assert "best.yaml was edited and stays as it is" in out
+    assert call(*command, "--trials", 3)[0] == 0
+    assert best.read_text().startswith("# Trial 2 of `rlcb search`")
 
 
 def test_a_damaged_plan_is_refused_in_a_sentence(made_up, tmp_path):

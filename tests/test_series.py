@@ -1,11 +1,14 @@
 """Reading metrics.jsonl: whole, sampled, damaged, hostile."""
 
 import json
+import shutil
 import time
 import tracemalloc
 
 import numpy as np
+from run_copies import edit_json
 
+from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.tools.analysis import series
 from rl_cluster_benchmark.tools.analysis.series import read_points, read_series
 
@@ -82,3 +85,17 @@ def test_ten_million_lines_load_in_seconds_and_in_a_few_megabytes(tmp_path):
     assert (columns["step"][0], columns["step"][-1]) == (1, 10_000_000)
     assert series.MAX_POINTS * 0.99 <= len(columns["step"]) <= series.MAX_POINTS + 2
     assert np.diff(columns["step"]).max() < 1.1 * 10_000_000 / series.MAX_POINTS + 2
+
+
+def test_an_update_without_new_steps_is_kept(trained, tmp_path, call):
+    """An update of IMPALA may only replay: a log that ends with one is not said to be cut short."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    log = next(run.glob("logs/*/metrics.jsonl"))
+    last = json.loads(log.read_text().splitlines()[-1])
+    interval = configs.load(run / "config.yaml").training.log_interval
+    replays = [last | {"update": last["update"] + number * interval} for number in (1, 2)]
+    with log.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in replays)
+    edit_json(run / "training_summary.json", total_updates=replays[-1]["update"])
+    assert "cut short" not in call("runs", run)[1]
+    assert read_series(log)["update"].tolist()[-3:] == [last["update"], *(line["update"] for line in replays)]

@@ -1,1 +1,1 @@
-"""PPO, A2C and IMPALA: targets, losses and epochs."""
+"""The algorithms PPO, A2C and IMPALA: their targets, losses and epochs."""

@@ -13,29 +13,32 @@ import torch
 from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.experience.rollout import Rollout
-from rl_cluster_benchmark.learning.minibatch import Losses, Objective, Samples
 from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.objective import Losses, LossInC, Objective, Samples
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 def a2c_losses(now: Pass, samples: Samples) -> tuple[Losses, Slopes]:
+    """Return the losses of each sample, [B] each, and their slopes."""
     log_ratio = now.log_probs - samples.log_probs
     error = now.values - samples.returns
     losses = Losses(
         policy=-now.log_probs * samples.advantages,
         value=0.5 * error.square(),
         entropy=now.entropy,
-        approx_kl=log_ratio.exp() - 1 - log_ratio,  # rounding alone: the policy has not moved yet
+        approx_kl=log_ratio.exp() - 1 - log_ratio,  # zero but for rounding: the policy has not moved yet
         clipped=torch.zeros_like(error),
     )
     return losses, Slopes(-samples.advantages, error)
 
 
-OBJECTIVE = Objective(a2c_losses, clip_range=None, clip_value_loss=False)
+OBJECTIVE = Objective(a2c_losses, LossInC())
 
 
 class A2C:
+    """A2C's learner: one gradient step on all samples of each rollout."""
+
     def __init__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
         sharing: Sharing | None = None,
@@ -43,6 +46,7 @@ class A2C:
         self.on_policy = OnPolicyLearner(
             config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce, sharing=sharing
         )
+        self.learner, self.normalize_rewards = self.on_policy.learner, self.on_policy.normalize_rewards
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
     def update(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.on_policy import STATS, explained_variance, learning_rate
+from rl_cluster_benchmark.algorithms.on_policy import explained_variance, learning_rate
 from rl_cluster_benchmark.config.schema import Config, ImpalaConfig
 from rl_cluster_benchmark.core.seeding import stream
 from rl_cluster_benchmark.experience.returns import vtrace
@@ -20,8 +20,9 @@ from rl_cluster_benchmark.experience.rewards import RewardNormalizer
 from rl_cluster_benchmark.experience.rollout import Rollout
 from rl_cluster_benchmark.learning.bad_numbers import mean_of, report
 from rl_cluster_benchmark.learning.learner import Learner, is_finite
-from rl_cluster_benchmark.learning.minibatch import EPSILON, Losses
+from rl_cluster_benchmark.learning.minibatch import EPSILON
 from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.objective import STATS, Losses
 from rl_cluster_benchmark.learning.optimizers import optimizer_of
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
@@ -29,13 +30,13 @@ from rl_cluster_benchmark.nets.models import ActorCritic
 
 @dataclass
 class Unrolls:
-    """B pieces of experience, each T steps of one environment, by whatever policy."""
+    """B unrolls, each T steps of one environment, which an older policy may have taken."""
 
-    observations: Sequence[Tensor]  # B x [T, *observation_shape]: views of where they lie, not copies
+    observations: Sequence[Tensor]  # B x [T, *observation_shape]: views, not copies
     last_observations: Sequence[Tensor]  # B x [*observation_shape] after the last step
     actions: Tensor  # [T, B]
-    log_probs: Tensor  # [T, B] of the actions, when they were taken
-    rewards: Tensor  # [T, B] as they are to be learned from
+    log_probs: Tensor  # [T, B] of the actions, under the policy that took them
+    rewards: Tensor  # [T, B] normalised, if the config asks for it
     terminated: Tensor  # [T, B]
     truncated: Tensor  # [T, B]
     valid: Tensor  # [T, B] False for resets, which are no experience
@@ -57,7 +58,7 @@ class Unrolls:
         return len(self.observations)
 
     def part(self, start: int, end: int, columns: slice) -> Unrolls:
-        """Some steps of some of them. Of a single unroll the observations are not even moved."""
+        """Return the steps from `start` to `end` of the unrolls in `columns`; observations stay views, not copies."""
         names = ("actions", "log_probs", "rewards", "terminated", "truncated", "valid")
         return Unrolls(
             [observations[start:end] for observations in self.observations[columns]],
@@ -67,13 +68,13 @@ class Unrolls:
 
 
 class RunningMoments:
-    """The mean and the deviation of the advantages of recent steps of the optimiser, each step weighted by its samples.
+    """Running mean and standard deviation of the advantages over recent optimiser steps, weighted by their samples.
 
     All learners that take a step together add the same sums, so all have the same moments. Before the first step the
     mean is 0 and the deviation 1.
     """
 
-    DECAY = 0.95  # a step: about twenty steps count
+    DECAY = 0.95  # for each step: about the last twenty steps count
 
     def __init__(self) -> None:
         self.sums = [0.0, 0.0, 0.0]  # samples, advantages, squares of advantages
@@ -99,10 +100,10 @@ class RunningMoments:
 
 
 class Targets(NamedTuple):
-    """What the losses of some unrolls aim at, [T, B] each."""
+    """V-trace's targets for some unrolls, [T, B] each."""
 
     values: Tensor
-    advantages: Tensor  # as V-trace has them: neither normalised nor weighted
+    advantages: Tensor  # neither normalised nor multiplied by importance weights
 
 
 def impala_losses(
@@ -116,9 +117,9 @@ def impala_losses(
     mean: float = 0.0,
     deviation: float = 1.0,
 ) -> tuple[Losses, Slopes, Targets]:
-    """Return (losses per sample, their slopes, what they aim at), [T, B] each.
+    """Return (losses per sample, their slopes, V-trace's targets), [T, B] each.
 
-    `mean` and `deviation` are those that the advantages are normalised with.
+    The advantages are normalised with `mean` and `deviation`.
     """
     shape = unrolls.actions.t().shape
 
@@ -153,23 +154,25 @@ def impala_losses(
         policy=policy_loss,
         value=0.5 * errors.square(),
         entropy=by_step(now.entropy),
-        approx_kl=rhos - 1 - log_rhos,  # how far the policy that learns is from the one that acted
+        approx_kl=rhos - 1 - log_rhos,  # between the policy that acted and the one that learns
         clipped=clipped.float(),
     )
     return losses, Slopes(slopes, errors), Targets(targets, advantages)
 
 
 def by_unroll(samples: Tensor) -> Tensor:
-    """[T, B] -> [B * T]"""
+    """Flatten samples [T, B] to [B * T], one unroll after the other."""
     return samples.t().flatten()
 
 
 class Impala:
+    """IMPALA's learner: V-trace targets, and optimiser steps on batches of unrolls."""
+
     def __init__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
         sharing: Sharing | None = None,
     ) -> None:  # fmt: skip
-        """Work is not shared with `sharing`: a learner takes as many unrolls as it finds time for."""
+        """Set up the learner. `sharing` is not used: a learner takes as many unrolls as it has time for."""
         self.config, self.hyper, self.model, self.micro_batch = config, config.impala, model, micro_batch
         self.device = torch.device(config.hardware.device)
         self.normalize_rewards = RewardNormalizer(len(env_ids), config.training.gamma, reduce)
@@ -177,7 +180,7 @@ class Impala:
             model,
             optimizer=optimizer_of(config.training),
             max_grad_norm=self.hyper.max_grad_norm,
-            num_stats=len(STATS) + 7,  # and the sums that explained_variance and the moments of advantages take
+            num_stats=len(STATS) + 7,  # the other 7 are the sums for explained_variance and the advantages' moments
             reduce=reduce,
         )
         self.moments = RunningMoments()
@@ -185,9 +188,9 @@ class Impala:
     def update(
         self, rollout: Rollout, *, index: int, progress: float, interrupted: Callable[[], bool]
     ) -> dict[str, float]:
-        """Learn from a rollout, some environments at a time: V-trace corrects for the steps already taken.
+        """Learn from a rollout, some of the environments per optimiser step; return the mean losses.
 
-        Interrupted, it ends after the step in hand.
+        V-trace corrects for the steps already taken. When `interrupted` returns true, the current step is the last.
         """
         rewards = self.normalize_rewards(rollout) if self.config.training.normalize_reward else rollout.rewards
         rate = learning_rate(self.config.training, progress)
@@ -202,7 +205,7 @@ class Impala:
         return mean_of(steps)
 
     def step(self, unrolls: Unrolls, rate: float) -> dict[str, float]:
-        """One step of the optimiser on these unrolls; returns the mean losses."""
+        """Take one optimiser step on these unrolls; return the mean losses."""
         self.begin()
         self.add(unrolls)
         return self.finish(rate)
@@ -211,7 +214,10 @@ class Impala:
         self.learner.zero_grad()
 
     def add(self, unrolls: Unrolls) -> None:
-        """Add the gradient of some unrolls to that of the step: the loss is a sum, so any learner may add any."""
+        """Add the gradient of some unrolls to that of the current step.
+
+        The loss is a sum over samples, so any learner may add any of the unrolls.
+        """
         last_values = self._values(unrolls.last_observations)
         for columns, pieces in self._pieces(unrolls):
             values = targets = last_values[columns]
@@ -219,13 +225,13 @@ class Impala:
                 values, targets = self._accumulate(unrolls.part(start, end, columns), values, targets)
 
     def finish(self, rate: float) -> dict[str, float]:
-        """Sum over the learners and step; returns the mean losses of all."""
+        """Sum the gradient over the learners and step; return the mean losses over all of them."""
         *sums, count, total, squares, error, error_squares, advantages, advantage_squares = (
             self.learner.sum_over_workers()
         )
         samples = max(1.0, count) if self.hyper.loss == "mean" else 1.0
         grad_norm = self.learner.step(rate, sums, divisor=samples)
-        if is_finite(*sums, grad_norm, advantages, advantage_squares):  # a step that is left out leaves them alone
+        if is_finite(*sums, grad_norm, advantages, advantage_squares):  # else the step is left out, and so are these
             self.moments.add(count, advantages, advantage_squares)
         losses = {name: value / max(1.0, count) for name, value in zip(STATS, sums, strict=True)}
         return report(losses | {"grad_norm": grad_norm}, self.config.training.on_nan) | {
@@ -234,7 +240,10 @@ class Impala:
         }
 
     def _pieces(self, unrolls: Unrolls) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
-        """Parts that fit the cache: whole unrolls if several fit, spans of one, the last first, if it does not."""
+        """Yield parts of at most micro_batch samples as (columns, [(start, end) of their steps, the last first]).
+
+        A part is several whole unrolls if they fit, or else a span of steps of one unroll.
+        """
         length = len(unrolls.actions)
         together, span = max(1, self.micro_batch // length), min(self.micro_batch, length)
         for first in range(0, len(unrolls), together):
@@ -250,7 +259,7 @@ class Impala:
         return torch.cat([self.model(piece.to(self.device))[1] for piece in pieces])
 
     def _accumulate(self, unrolls: Unrolls, last_values: Tensor, last_targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradient and the statistics of a part; returns its first values and targets, [B] each."""
+        """Add the gradient and the statistics of a part; return the values and targets of its first step, [B] each."""
         observations = unrolls.observations
         flat = observations[0] if len(unrolls) == 1 else torch.cat(list(observations))  # [B * T, ...]
         now = Pass(self.model, flat.to(self.device), by_unroll(unrolls.actions).to(self.device))
@@ -287,5 +296,5 @@ class Impala:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state["optimizer"])
         self.normalize_rewards.load_state_dict(state["reward_normalizer"])
-        if "advantages" in state:  # absent before there were such
+        if "advantages" in state:  # older checkpoints have none
             self.moments.load_state_dict(state["advantages"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +13,9 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.seeding import stream
 from rl_cluster_benchmark.experience.rollout import Rollout
 from rl_cluster_benchmark.learning.bad_numbers import mean_of
-from rl_cluster_benchmark.learning.minibatch import Losses, Objective, Rows, Samples
+from rl_cluster_benchmark.learning.division import Rows
 from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.objective import Losses, LossInC, Objective, Samples
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 
@@ -23,7 +23,7 @@ from rl_cluster_benchmark.nets.models import ActorCritic
 def ppo_losses(
     now: Pass, samples: Samples, *, clip_range: float, clip_value_loss: bool
 ) -> tuple[Losses, Slopes]:  # fmt: skip
-    """Where the clipped loss is the larger one, it is flat."""
+    """Return the losses of each sample, [B] each, and their slopes, which are zero where the clipped loss is larger."""
     log_ratio = now.log_probs - samples.log_probs
     ratio = log_ratio.exp()
     policy_loss = -samples.advantages * ratio  # its slope along log_probs is itself
@@ -34,7 +34,7 @@ def ppo_losses(
         change = now.values - samples.values
         clipped_values = samples.values + change.clamp(-clip_range, clip_range)
         clipped_value_loss = (clipped_values - samples.returns).square()
-        # Within the range the two differ by rounding alone.
+        # Within the clip range the two losses differ only by rounding.
         is_flat = (clipped_value_loss > value_loss) & (change.abs() > clip_range)
         value_loss, value_slope = torch.max(value_loss, clipped_value_loss), error.masked_fill(is_flat, 0.0)
     losses = Losses(
@@ -48,7 +48,7 @@ def ppo_losses(
 
 
 class PPO:
-    """Several epochs over shuffled minibatches of each rollout."""
+    """PPO's learner: several epochs over shuffled minibatches of each rollout."""
 
     def __init__(
         self, config: Config, model: ActorCritic, *, env_ids: Sequence[int], micro_batch: int, reduce: Reducer,
@@ -58,16 +58,18 @@ class PPO:
         self.on_policy = OnPolicyLearner(
             config, model, env_ids=env_ids, micro_batch=micro_batch, reduce=reduce, sharing=sharing
         )
-        clipping: dict[str, Any] = {"clip_range": self.hyper.clip_range, "clip_value_loss": self.hyper.clip_value_loss}
-        self.objective = Objective(partial(ppo_losses, **clipping), **clipping)
+        clip_range, clip_values = self.hyper.clip_range, self.hyper.clip_value_loss
+        losses = partial(ppo_losses, clip_range=clip_range, clip_value_loss=clip_values)
+        self.objective = Objective(losses, LossInC(clip_range, clip_values))
+        self.learner, self.normalize_rewards = self.on_policy.learner, self.on_policy.normalize_rewards
         self.state_dict, self.load_state_dict = self.on_policy.state_dict, self.on_policy.load_state_dict
 
     def update(
         self, rollout: Rollout, *, index: int, progress: float, interrupted: Callable[[], bool]
     ) -> dict[str, float]:
-        """Update number `index` of the run, `progress` of which (0 to 1) is done; returns the mean losses.
+        """Make update number `index` of the run, of which `progress` (0 to 1) is done; return the mean losses.
 
-        Interrupted, it ends after the minibatch in hand: the parameters are whole at every such point.
+        When `interrupted` returns true, the update ends after the current minibatch.
         """
         learning_rate = self.on_policy.learning_rate(progress)
         batch = self.on_policy.prepare(rollout)
@@ -88,7 +90,7 @@ class PPO:
         return mean_of(steps) | {"explained_variance": explained_variance, "learning_rate": learning_rate}
 
     def minibatches(self, index: int, epoch: int) -> Iterator[Rows]:
-        """The rows of each global minibatch, as far as the batch holds them.
+        """Yield the rows of each minibatch that are in this batch, which may hold only this worker's samples.
 
         Every environment's steps are shuffled by themselves and dealt out evenly. So each minibatch draws equally from
         every environment, each worker has equal work, and the minibatches do not depend on the number of workers.

@@ -1,4 +1,4 @@
-"""The subcommands that look at runs: their arguments, and the one function that each of them calls."""
+"""The subcommands that look at runs and checkpoints: their arguments, and the one function that each of them calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_cluster_benchmark.cli.arguments import finite, port, positive, seed, steps
+from rl_cluster_benchmark.cli.arguments import finite, port, positive, seed, start_signals, steps
 from rl_cluster_benchmark.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,11 +34,18 @@ def add_analysis_commands(commands: Any) -> None:
         allow_abbrev=False,
     )
     _add_run_arguments(compare, nargs="*")
-    compare.add_argument("--sequential", metavar="DIR", help="a run in sequential mode, to compare with --parallel")
-    compare.add_argument("--parallel", metavar="DIR", help="a run in another mode")
-    compare.add_argument("--output", metavar="PNG", help="draw the curves (default with --sequential: comparison.png)")
     compare.add_argument(
-        "--report", metavar="FILE", help="text report of --sequential and --parallel; default: comparison_report.txt"
+        "--sequential", type=Path, metavar="DIR", help="a run in sequential mode, to compare with --parallel"
+    )
+    compare.add_argument("--parallel", type=Path, metavar="DIR", help="a run in another mode")
+    compare.add_argument(
+        "--output", type=Path, metavar="PNG", help="draw the curves (default with --sequential: comparison.png)"
+    )
+    compare.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="text report of --sequential and --parallel; default: comparison_report.txt",
     )
     compare.add_argument("--format", choices=FORMATS, default="table", help="default: table")
     compare.add_argument(
@@ -69,7 +76,9 @@ def _add_report_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     _add_run_arguments(report, nargs="+")
-    report.add_argument("--output-dir", metavar="DIR", default=".", help="where to; default: the current directory")
+    report.add_argument(
+        "--output-dir", type=Path, metavar="DIR", default=".", help="where to; default: the current directory"
+    )
     report.add_argument("--title", metavar="TEXT", default="Comparison of runs", help="heading of the page")
     report.set_defaults(run=_report)
 
@@ -94,7 +103,9 @@ def _add_benchmark_command(commands: Any) -> None:
     parser.add_argument("--episodes", type=positive, metavar="N", help="episodes of each evaluation; default: 100")
     parser.add_argument("--deterministic", action="store_true", help="evaluate with the likeliest action")
     parser.add_argument("--set", nargs="+", action="extend", metavar="KEY=VALUE", help="settings of every cell")
-    parser.add_argument("--output-dir", metavar="DIR", default="benchmarks/matrix", help="default: benchmarks/matrix")
+    parser.add_argument(
+        "--output-dir", type=Path, metavar="DIR", default="benchmarks/matrix", help="default: benchmarks/matrix"
+    )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="go on with the benchmark in the output directory")
     group.add_argument(
@@ -112,7 +123,9 @@ def _add_benchmark_command(commands: Any) -> None:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser, nargs: str) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs=nargs, help="directories of runs, or directories that hold runs")
+    parser.add_argument(
+        "runs", type=Path, metavar="RUN", nargs=nargs, help="directories of runs, or directories that hold runs"
+    )
     parser.add_argument("--unfinished", action="store_true", help="take in runs that are going on or were interrupted")
     parser.add_argument(
         "--threshold", type=finite, metavar="REWARD",
@@ -134,10 +147,10 @@ def _compare(args: argparse.Namespace) -> int:
         from rl_cluster_benchmark.tools.reports.two_runs import compare_two
 
         return compare_two(
-            Path(args.sequential),
-            Path(args.parallel),
-            output=Path(args.output) if args.output else None,
-            report=Path(args.report) if args.report else None,
+            args.sequential,
+            args.parallel,
+            output=args.output,
+            report=args.report,
             unfinished=args.unfinished,
             x=x,
         )
@@ -146,9 +159,9 @@ def _compare(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.reports.compare import compare
 
     return compare(
-        [Path(run) for run in args.runs],
+        args.runs,
         output_format=args.format,
-        plot=Path(args.output) if args.output else None,
+        plot=args.output,
         threshold=args.threshold,
         unfinished=args.unfinished,
         x=x,
@@ -159,12 +172,11 @@ def _report(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.analysis.comparison import Comparison
     from rl_cluster_benchmark.tools.reports.report import check_replaceable, write_report
 
-    check_replaceable(Path(args.output_dir))
-    paths = [Path(run) for run in args.runs]
-    comparison = Comparison.load(paths, unfinished=args.unfinished, threshold=args.threshold)
+    check_replaceable(args.output_dir)
+    comparison = Comparison.load(args.runs, unfinished=args.unfinished, threshold=args.threshold)
     for item in comparison.left_out:
         print(f"Left out: {item}")
-    for file in write_report(comparison, Path(args.output_dir), title=args.title):
+    for file in write_report(comparison, args.output_dir, title=args.title):
         print(f"Saved {file}")
     return 0
 
@@ -176,12 +188,9 @@ def _dashboard(args: argparse.Namespace) -> int:
 
 
 def _benchmark(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.benchmark import benchmark as benchmarks
 
-    signals = Signals()
-    signals.install()
-    directory = Path(args.output_dir)
+    signals, directory = start_signals(), args.output_dir
     matrix = _matrix(args)
     if matrix is not None:
         benchmarks.check_cells(matrix, args.parse_train)
@@ -194,7 +203,7 @@ def _benchmark(args: argparse.Namespace) -> int:
 
 
 def _matrix(args: argparse.Namespace) -> Matrix | None:
-    """What the command line asks for; None if it says nothing about it, as when an old benchmark is resumed."""
+    """Return what the command line asks for; None if it says nothing about it, as when an old benchmark is resumed."""
     from typing import get_args
 
     from rl_cluster_benchmark.config.config_files import find_config
@@ -222,3 +231,37 @@ def _matrix(args: argparse.Namespace) -> Matrix | None:
         deterministic=args.deterministic,
         settings=args.set or [],
     )
+
+
+def add_checkpoint_command(commands: Any) -> None:
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="look into checkpoints: inspect, verify",
+        description="Look into checkpoints. Reading one runs no code that may be in it.",
+    )
+    actions = checkpoint.add_subparsers(title="actions", metavar="ACTION", required=True)
+    inspect = actions.add_parser("inspect", help="what is in a checkpoint", description="Say what is in a checkpoint.")
+    inspect.add_argument("file", type=Path, metavar="FILE", help="a checkpoint")
+    inspect.add_argument("--json", action="store_true", help="as JSON")
+    inspect.set_defaults(run=_inspect)
+    verify = actions.add_parser(
+        "verify",
+        help="check that checkpoints are whole",
+        description="Check checksum, format and content of checkpoints; status 1 if one of them is not good.",
+    )
+    verify.add_argument(
+        "paths", type=Path, metavar="PATH", nargs="+", help="checkpoints, or directories that hold some"
+    )
+    verify.set_defaults(run=_verify)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.tools.inspection import inspect
+
+    return inspect(args.file, as_json=args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.tools.inspection import verify
+
+    return verify(args.paths)

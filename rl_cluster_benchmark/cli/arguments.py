@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config.schema import Config
+    from rl_cluster_benchmark.core.stop import Signals
+
+Settings = TypeVar("Settings")
 
 PLACES = ("algorithm", "mode", "output_dir", "logging.log_dir", "logging.checkpoint_dir")  # where a run is
 
@@ -68,60 +72,59 @@ def attribute(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def positive(text: str) -> int:
-    return _whole(text, 1, MAX_COUNT)
+def whole(lowest: int, highest: int = MAX_COUNT) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number in this range."""
+
+    def parse(text: str) -> int:
+        digits = text.replace("_", "")
+        number = int(digits) if digits.isdecimal() and len(digits) <= MAX_DIGITS else -1
+        if not lowest <= number <= highest:
+            raise argparse.ArgumentTypeError(
+                f"{text[:MAX_DIGITS]} is not allowed; it must be a whole number of at least {lowest}, at most {highest}"
+            )
+        return number
+
+    return parse
 
 
-def steps(text: str) -> int:
-    return _whole(text, 1, 2**63 - 1)
+def number(is_allowed: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """Return the type of an argument that is a number; `words` say which ones are allowed."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_allowed(value):
+            raise argparse.ArgumentTypeError(f"{text[:MAX_DIGITS]} is not allowed; it must be {words}")
+        return value
+
+    return parse
 
 
-def rank(text: str) -> int:
-    return _whole(text, 0, MAX_COUNT)
-
-
-def seed(text: str) -> int:
-    return _whole(text, 0, 2**32 - 1)
-
-
-def port(text: str) -> int:
-    return _whole(text, 0, 65_535)
-
-
-def _whole(text: str, lowest: int, highest: int) -> int:
-    digits = text.replace("_", "")
-    number = int(digits) if digits.isdecimal() and len(digits) <= MAX_DIGITS else -1
-    if not lowest <= number <= highest:
-        raise argparse.ArgumentTypeError(
-            f"{text[:MAX_DIGITS]} is not allowed; it must be a whole number of at least {lowest}, at most {highest}"
-        )
-    return number
-
-
-def finite(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text[:MAX_DIGITS]} is not allowed; it must be a finite number")
-    return number
+positive, rank, port = whole(1), whole(0), whole(0, 65_535)
+steps, seed = whole(1, 2**63 - 1), whole(0, 2**32 - 1)
+finite = number(math.isfinite, "a finite number")
+seconds = number(lambda value: 0 < value <= 86_400, "a number of seconds, at most a day")
 
 
 def numbers(text: str) -> list[int]:
     return [positive(part.strip()) for part in text.split(",")]
 
 
-def seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= 86_400:
-        raise argparse.ArgumentTypeError(
-            f"{text[:MAX_DIGITS]} is not allowed; it must be a number of seconds, at most a day"
-        )
-    return number
+def settings_from(kind: Callable[..., Settings], args: argparse.Namespace, **others: object) -> Settings:
+    """Return settings of this kind: `others`, and for the other fields the arguments of the same names."""
+    names = (field.name for field in dataclasses.fields(kind) if field.name not in others)  # type: ignore[arg-type]
+    return kind(**others, **{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+def start_signals() -> Signals:
+    """Return the signals by which this command is asked to end, caught from now on."""
+    from rl_cluster_benchmark.core.stop import Signals
+
+    signals = Signals()
+    signals.install()
+    return signals
 
 
 def config_from(args: argparse.Namespace) -> Config:

@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_cluster_benchmark.cli.arguments import number, positive, rank, start_signals
+from rl_cluster_benchmark.cli.launch_commands import add_remote_arguments, add_ssh_option, ssh_options
 from rl_cluster_benchmark.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from rl_cluster_benchmark.cli.launch_commands import add_remote_arguments, add_ssh_option
     from rl_cluster_benchmark.tools.launch import names
 
     parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
@@ -50,34 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--interface", metavar="NAME", help="network interface; default: the one on the route to the head"
     )
+    waiting = number(lambda value: 2 <= value <= 3600, "a number of seconds from 2 to 3600")
     group.add_argument(
-        "--timeout", type=_seconds, default=SECONDS, metavar="S",
+        "--timeout", type=waiting, default=SECONDS, metavar="S",
         help="how long machines wait for each other; default: 30",
     )  # fmt: skip
-    group.add_argument("--master-port", type=_whole(1), metavar="PORT", help=f"on the head; default: {PORT}")
+    group.add_argument("--master-port", type=positive, metavar="PORT", help=f"on the head; default: {PORT}")
     by_hand = parser.add_argument_group("with --cluster, started on every machine by hand")
-    by_hand.add_argument("--num-nodes", type=_whole(1), metavar="N", help="machines that take part")
-    by_hand.add_argument("--node-rank", type=_whole(0), metavar="N", help="number of this machine, the head is 0")
+    by_hand.add_argument("--num-nodes", type=positive, metavar="N", help="machines that take part")
+    by_hand.add_argument("--node-rank", type=rank, metavar="N", help="number of this machine, the head is 0")
     by_hand.add_argument("--master-addr", metavar="HOST", help="address of the head")
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least {least}")
-        return int(text)
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 2 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a number of seconds from 2 to 3600")
-    return seconds
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
@@ -99,10 +82,10 @@ def run(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> in
 
 
 def _from_inside(args: argparse.Namespace) -> int:
-    """This is one of the machines; the head tells what all have measured."""
+    """Measure as one of the machines; the head prints what all have measured."""
     from rl_cluster_benchmark.cluster import placement
     from rl_cluster_benchmark.config import config_files
-    from rl_cluster_benchmark.core.stop import Interrupted, Signals
+    from rl_cluster_benchmark.core.stop import Interrupted
     from rl_cluster_benchmark.tools.checkup import checkup_report
     from rl_cluster_benchmark.tools.checkup.probe import measure
 
@@ -116,12 +99,11 @@ def _from_inside(args: argparse.Namespace) -> int:
         "cluster.join_timeout": args.timeout,
     }
     config = config_files.load(None, {key: value for key, value in given.items() if value is not None})
-    signals = Signals()
-    signals.install()
+    signals = start_signals()
     try:
         measured = measure(config, placement.find(config, args.node_rank), signals)
     except Interrupted:
-        return 128 + (signals.received or 0)
+        return signals.status
     if measured is None:
         return 0
     if args.json == "-":  # to whoever has started this through ssh
@@ -138,12 +120,8 @@ def _from_inside(args: argparse.Namespace) -> int:
 def _from_outside(args: argparse.Namespace, hosts: str) -> int:
     from rl_cluster_benchmark.tools.checkup import checkup_report
     from rl_cluster_benchmark.tools.checkup import hosts as machines
-    from rl_cluster_benchmark.tools.launch.ssh import options_from
 
-    options = options_from(
-        hosts, python=args.python, directory=args.directory, activate=args.activate, variables=args.env,
-        ssh_options=args.ssh_option,
-    )  # fmt: skip
+    options = ssh_options(args, hosts)
     print(f"Asking {len(options.hosts)} machines through ssh ...", flush=True)
     answers = machines.ask_all(options)
     ready = [answer.host for answer in machines.able_to_meet(answers)]
@@ -152,7 +130,7 @@ def _from_outside(args: argparse.Namespace, hosts: str) -> int:
         print(f"{len(ready)} of them measure together ...", flush=True)
         words = ["--timeout", args.timeout, "--master-port", args.master_port or PORT]
         words += ["--interface", args.interface] if args.interface else []
-        measured, errors = machines.measure_together(options, ready, list(map(str, words)), 3 * args.timeout + 60)
+        measured, errors = machines.measure_through_ssh(options, ready, list(map(str, words)), 3 * args.timeout + 60)
     shown, stops = checkup_report.text(checkup_report.Checkup.of(measured, answers, errors))
     print("", shown, sep="\n", flush=True)
     if measured is not None:

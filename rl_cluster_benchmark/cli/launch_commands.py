@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_cluster_benchmark.cli.arguments import positive, settings_from, start_signals
 from rl_cluster_benchmark.tools.launch import names
 
 if TYPE_CHECKING:
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.launch.command import TrainCommand
     from rl_cluster_benchmark.tools.launch.jobs import JobOptions
+    from rl_cluster_benchmark.tools.launch.ssh import SshOptions
 
 DESCRIPTION = """\
 Start `rlcb train --mode distributed` on several machines. When a machine is lost the run starts again from its last
@@ -38,7 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     engines = launch.add_subparsers(title="engines", metavar="ENGINE", required=True)
     local = _engine(engines, "local", "several nodes on this machine, to try it out", _local)
-    local.add_argument("--nodes", type=_count, default=2, metavar="N", help="default: 2")
+    local.add_argument("--nodes", type=positive, default=2, metavar="N", help="default: 2")
 
     ssh = _engine(engines, "ssh", "a node on each machine of a hosts file", _ssh)
     ssh.add_argument(
@@ -64,7 +65,7 @@ def add_parser(commands: Any) -> None:
         metavar="ADDR",
         help="of a cluster that is there: auto, host:port; default: start one",
     )
-    ray.add_argument("--nodes", type=_count, metavar="N", help="default: all machines of the cluster")
+    ray.add_argument("--nodes", type=positive, metavar="N", help="default: all machines of the cluster")
     ray.add_argument(
         "--directory", type=names.line, metavar="DIR", help="working directory on every machine; default: this one"
     )
@@ -100,21 +101,31 @@ def add_ssh_option(parser: Any) -> None:
 
 def _add_job_arguments(parser: argparse.ArgumentParser, *, queue: str, log: str, directive: str) -> None:
     text = names.line
-    parser.add_argument("--nodes", type=_count, required=True, metavar="N", help="machines")
-    parser.add_argument("--cpus-per-node", type=_count, metavar="N", help="cores of each")
+    parser.add_argument("--nodes", type=positive, required=True, metavar="N", help="machines")
+    parser.add_argument("--cpus-per-node", type=positive, metavar="N", help="cores of each")
     parser.add_argument("--memory", type=text, metavar="SIZE", help="of each machine, as the batch system writes it")
     parser.add_argument(
-        "--time", type=text, metavar="HH:MM:SS", help="time limit; the run saves and requeues before it"
+        "--time",
+        type=text,
+        dest="time_limit",
+        metavar="HH:MM:SS",
+        help="time limit; the run saves and requeues before it",
     )
     parser.add_argument(queue, type=text, dest="partition", metavar="NAME", help="where to queue the job")
     parser.add_argument("--account", type=text, metavar="NAME", help="whom to charge")
-    parser.add_argument("--job-name", type=text, default="rlcb", metavar="NAME", help="default: rlcb")
+    parser.add_argument("--job-name", type=text, default="rlcb", dest="name", metavar="NAME", help="default: rlcb")
     parser.add_argument("--log", type=text, metavar="FILE", help=f"the job's output; default: {log}")
     parser.add_argument("--activate", metavar="COMMAND", help="shell command that prepares the environment")
     parser.add_argument("--python", type=text, metavar="FILE", help="interpreter in the job; default: this one")
     parser.add_argument("--directory", type=text, metavar="DIR", help="working directory of the job; default: this one")
     parser.add_argument(
-        "--option", type=text, action="append", default=[], metavar="LINE", help=f"a further {directive} line"
+        "--option",
+        type=text,
+        action="append",
+        default=[],
+        dest="directives",
+        metavar="LINE",
+        help=f"a further {directive} line",
     )
     parser.add_argument(
         "--script", type=text, metavar="FILE",
@@ -124,64 +135,40 @@ def _add_job_arguments(parser: argparse.ArgumentParser, *, queue: str, log: str,
     parser.add_argument("--follow", action="store_true", help="show the job's output until it ends")
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a whole number of at least 1")
-    return int(text)
-
-
 def _command(args: argparse.Namespace, num_nodes: int | None) -> TrainCommand:
     from rl_cluster_benchmark.tools.launch.command import TrainCommand
 
     return TrainCommand.parse(args.words, args.parse_train, num_nodes=num_nodes)
 
 
-def _signals() -> Signals:
-    from rl_cluster_benchmark.core.stop import Signals
-
-    signals = Signals()
-    signals.install()
-    return signals
-
-
 def _local(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.launch import local
 
-    return local.launch(_command(args, args.nodes), args.nodes, _signals())
+    return local.launch(_command(args, args.nodes), args.nodes, start_signals())
+
+
+def ssh_options(args: argparse.Namespace, hosts: str) -> SshOptions:
+    """Return what add_remote_arguments and add_ssh_option have read, for these hosts."""
+    from rl_cluster_benchmark.tools.launch import ssh
+    from rl_cluster_benchmark.tools.launch.command import interpreter
+
+    client, directory = ssh.ssh_client(args.ssh_option), args.directory or os.getcwd()
+    return ssh.SshOptions(ssh.read_hosts(hosts), client, directory, interpreter(args.python), args.activate, args.env)
 
 
 def _ssh(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.launch import ssh
 
-    options = ssh.options_from(
-        args.hosts,
-        python=args.python,
-        directory=args.directory,
-        activate=args.activate,
-        variables=args.env,
-        ssh_options=args.ssh_option,
-    )
-    return ssh.launch(_command(args, len(options.hosts)), options, _signals())
+    options = ssh_options(args, args.hosts)
+    return ssh.launch(_command(args, len(options.hosts)), options, start_signals())
 
 
 def _job_options(args: argparse.Namespace, log: str | None) -> JobOptions:
     from rl_cluster_benchmark.tools.launch.command import interpreter
     from rl_cluster_benchmark.tools.launch.jobs import JobOptions
 
-    return JobOptions(
-        name=args.job_name,
-        nodes=args.nodes,
-        cpus_per_node=args.cpus_per_node,
-        memory=args.memory,
-        time_limit=args.time,
-        partition=args.partition,
-        account=args.account,
-        log=args.log or log,
-        activate=args.activate,
-        directory=str(Path(args.directory or os.getcwd()).resolve()),
-        python=interpreter(args.python),
-        directives=args.option,
-    )
+    directory = str(Path(args.directory or os.getcwd()).resolve())
+    return settings_from(JobOptions, args, log=args.log or log, directory=directory, python=interpreter(args.python))
 
 
 def _slurm(args: argparse.Namespace) -> int:
@@ -224,22 +211,21 @@ def _submit(args: argparse.Namespace, system: Any, options: JobOptions, script: 
     job = jobs.submit_script(system, script, script_file)
     log = system.log_file(job, options)
     print(f"Job {job} submitted as {script_file}; its output goes to {log}", flush=True)
-    return jobs.follow(system, job, options, _signals()) if args.follow else 0
+    return jobs.follow(system, job, options, start_signals()) if args.follow else 0
 
 
 def _script_file(args: argparse.Namespace, command: TrainCommand) -> Path:
-    return Path(args.script or f"{names.file_name(args.job_name)}-{command.job[:8]}.sh")
+    return Path(args.script or f"{names.file_name(args.name)}-{command.job[:8]}.sh")
 
 
 def _ray(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.launch import ray
 
-    signals = _signals()
     return ray.launch(
         _command(args, args.nodes),
         address=args.address,
         num_nodes=args.nodes,
         directory=args.directory or os.getcwd(),
         variables=args.env,
-        signals=signals,
+        signals=start_signals(),
     )

@@ -12,26 +12,25 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.cli import checkup_commands as checkup_arguments
 from rl_cluster_benchmark.cli import launch_commands as launch_arguments
-from rl_cluster_benchmark.cli import projection_commands as projection_arguments
-from rl_cluster_benchmark.cli.analysis_commands import add_analysis_commands
+from rl_cluster_benchmark.cli.analysis_commands import add_analysis_commands, add_checkpoint_command
 from rl_cluster_benchmark.cli.arguments import (
     add_config_arguments,
     config_from,
     finite,
-    numbers,
     positive,
     rank,
-    seconds,
     seed,
+    settings_from,
+    start_signals,
     without_effect,
 )
-from rl_cluster_benchmark.cli.checkpoint_commands import add_checkpoint_command
 from rl_cluster_benchmark.cli.performance_commands import add_performance_commands
+from rl_cluster_benchmark.cli.scaling_commands import add_scaling_command
 from rl_cluster_benchmark.cli.search_commands import add_search_command
 
 if TYPE_CHECKING:
@@ -57,12 +56,6 @@ examples:
 """
 
 QUICKSTART_DIR = "runs/quickstart"
-SCALING_DIR = "runs/scaling"
-
-SET_BY_SCALING = (
-    "--mode", "--total-timesteps", "--duration", "--num-workers", "--num-envs-per-worker", "--checkpoint-dir",
-    "--log-dir", "--num-nodes", "--workers-per-node", "--master-addr", "--master-port",
-)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,12 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = args.run(args)
         sys.stdout.flush()
         return status
-    except UserError as error:
+    except (UserError, TrainingFailedError) as error:
         print(f"error: {_shown(error)}", file=sys.stderr)
-        return 2
-    except TrainingFailedError as error:
-        print(f"error: {_shown(error)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:  # the reader of our output went away: `rlcb config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -151,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--output", metavar="PNG", help="default: metrics.png beside the log file")
     plot.set_defaults(run=_plot)
 
-    add_scaling(commands)
+    add_scaling_command(commands)
     add_analysis_commands(commands)
     add_checkpoint_command(commands)
     add_performance_commands(commands)
@@ -191,38 +181,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_scaling(commands: Any) -> None:
-    scaling = commands.add_parser(
-        "scaling",
-        help="measure how training speeds up with workers, project how it would with machines",
-        description=projection_arguments.DESCRIPTION,
-        epilog=projection_arguments.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_config_arguments(scaling, without=SET_BY_SCALING)
-    scaling.add_argument(
-        "--workers", type=numbers, metavar="N,N,...",
-        help="numbers of workers; default: powers of two up to the usable cores",
-    )  # fmt: skip
-    scaling.add_argument(
-        "--envs-per-worker", type=positive, metavar="N",
-        help="weak scaling: N environments for each worker; default: strong scaling, the same total for all",
-    )  # fmt: skip
-    scaling.add_argument(
-        "--seconds", type=seconds, default=60.0, metavar="S", help="of each run after its first update; default: 60"
-    )
-    scaling.add_argument(
-        "--repeats", type=positive, default=1, metavar="N", help="rounds, medians are reported; default: 1"
-    )
-    scaling.add_argument("--overwrite", action="store_true", help="replace the results in the output directory")
-    projection_arguments.add_arguments(scaling)
-    scaling.set_defaults(run=_scaling, mode="parallel")
-
-
 def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", metavar="FILE", help="default: the newest one in ./checkpoints, ./runs and ./benchmarks"
+        "--checkpoint", type=Path, metavar="FILE", help="default: the newest in ./checkpoints, ./runs and ./benchmarks"
     )
     parser.add_argument(
         "--algorithm", type=str.lower, metavar="NAME",
@@ -242,8 +203,10 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-threads", type=positive, metavar="N", help="threads to use; default: one per physical core"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the results to a file")
-    parser.add_argument("--video", metavar="FILE", help="record episodes side by side: .gif, .mp4, or a short .webp")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
+    parser.add_argument(
+        "--video", type=Path, metavar="FILE", help="record episodes side by side: .gif, .mp4, or a short .webp"
+    )
     parser.add_argument("--render", action="store_true", help="watch in a window (needs a display)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the config: --set env.num_levels=500"
@@ -281,22 +244,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     threads = {"hardware.num_threads": overrides.get("hardware.num_threads")}
     num_threads = args.num_threads or load(None, threads).hardware.num_threads or detection.detect().usable_cores
     process.prepare_process(num_threads)
-    from rl_cluster_benchmark.tools.evaluation.evaluate import evaluate_checkpoint
+    from rl_cluster_benchmark.tools.evaluation.evaluate import EvaluationSettings, evaluate_checkpoint
 
-    return evaluate_checkpoint(
-        args.checkpoint,
-        overrides=overrides,
-        algorithm=args.algorithm,
-        num_episodes=args.num_episodes,
-        deterministic=args.deterministic,
-        at_random=args.random,
-        seed=args.seed,
-        levels=args.levels,
-        num_threads=num_threads,
-        json_file=args.json,
-        video=args.video,
-        render=args.render,
-    )
+    return evaluate_checkpoint(settings_from(EvaluationSettings, args, overrides=overrides, num_threads=num_threads))
 
 
 def _plot(args: argparse.Namespace) -> int:
@@ -304,31 +254,6 @@ def _plot(args: argparse.Namespace) -> int:
 
     print(f"Saved {plot_metrics(args.log_file, args.output)}")
     return 0
-
-
-def _scaling(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark.core.errors import UserError
-    from rl_cluster_benchmark.core.stop import Signals
-    from rl_cluster_benchmark.tools.scaling.sweep import SweepSettings, scaling
-
-    if args.project:
-        return projection_arguments.run(args, config_from)
-    if args.num_envs is not None and args.envs_per_worker is not None:
-        raise UserError("--num-envs fixes the total (strong scaling), --envs-per-worker the share (weak): give one.")
-    if args.num_envs is not None:
-        args.set.insert(0, "parallel.num_workers=null")  # the preset's number of workers says nothing here
-    config = config_from(args)
-    signals = Signals()
-    signals.install()
-    settings = SweepSettings(
-        workers=args.workers,
-        envs_per_worker=args.envs_per_worker,
-        seconds=args.seconds,
-        repeats=args.repeats,
-        output_dir=Path(config.output_dir or SCALING_DIR),
-        overwrite=args.overwrite,
-    )
-    return scaling(config, settings, signals)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -368,10 +293,8 @@ def _quickstart(args: argparse.Namespace) -> int:
 
 def _start_process(config: Config) -> Signals:
     """Catch signals and set the threads, before anything that imports numpy or torch is imported."""
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.machine import planning, process
 
-    signals = Signals()
-    signals.install()
+    signals = start_signals()
     process.prepare_process(planning.plan(config).num_threads)
     return signals

@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rl_cluster_benchmark.cli.arguments import FLAGS, add_config_arguments, attribute, config_from, seconds
+from rl_cluster_benchmark.cli.arguments import (
+    FLAGS,
+    add_config_arguments,
+    attribute,
+    config_from,
+    seconds,
+    settings_from,
+    start_signals,
+)
 
 TUNE_DIR, PROFILE_DIR = "runs/tune", "runs/profile"
 SET_BY_MEASURING = (
@@ -67,11 +75,15 @@ def _add_profile(commands: Any) -> None:
         "--seconds", type=seconds, default=15.0, metavar="S", help="measured after the first update; default: 15"
     )
     parser.add_argument(
-        "--of", metavar="DIR", help="train nothing: say what limited the run in this directory, of any mode"
+        "--of", type=Path, metavar="DIR", help="train nothing: say what limited the run in this directory, of any mode"
     )
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of one process of each kind")
-    parser.add_argument("--no-peak", action="store_true", help="do not measure what the machine could do: seconds less")
-    parser.add_argument("--no-flame", action="store_true", help="draw no flame graph even if py-spy is there")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of one process of each kind")
+    parser.add_argument(
+        "--no-peak", action="store_false", dest="peak", help="do not measure what the machine could do: seconds less"
+    )
+    parser.add_argument(
+        "--no-flame", action="store_false", dest="flame", help="draw no flame graph even if py-spy is there"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier profile in the output directory")
     add_config_arguments(parser, without=SET_BY_MEASURING)
     parser.set_defaults(run=_profile)
@@ -97,7 +109,7 @@ def _add_tune(commands: Any) -> None:
         help="afterwards measure every setting once, and the best of them in turns with the choice (takes long)",
     )  # fmt: skip
     tune.add_argument(
-        "--allow-learning-changes", action="store_true",
+        "--allow-learning-changes", action="store_true", dest="learning_too",
         help="also try other numbers of environments and of A3C's workers, and other roundings of IMPALA's batch",
     )  # fmt: skip
     tune.add_argument("--overwrite", action="store_true", help="replace what an earlier search wrote")
@@ -106,7 +118,6 @@ def _add_tune(commands: Any) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.tune.tuning import TuningSettings, tune
 
     given = _given_keys(args)
@@ -114,28 +125,18 @@ def _tune(args: argparse.Namespace) -> int:
         args.mode = "parallel"
     output_dir = Path(args.output_dir or TUNE_DIR)
     config = _config(args)
-    signals = Signals()
-    signals.install()
-    settings = TuningSettings(
-        budget=args.budget,
-        seconds=args.seconds,
-        output_dir=output_dir,
-        overwrite=args.overwrite,
-        exhaustive=args.exhaustive,
-        learning_too=args.allow_learning_changes,
-        given=given,
-    )
-    return tune(config, settings, signals)
+    settings = settings_from(TuningSettings, args, output_dir=output_dir, given=given)
+    return tune(config, settings, start_signals())
 
 
 def _config(args: argparse.Namespace) -> Any:
-    """Of the runs to be made; --output-dir is the place of what is written about them."""
+    """Return the config of the runs to be made; --output-dir is the place of what is written about them."""
     args.output_dir = None
     return config_from(args)
 
 
 def _given_keys(args: argparse.Namespace) -> set[str]:
-    """The config keys that the command line sets."""
+    """Return the config keys that the command line sets."""
     from rl_cluster_benchmark.config.config_files import home_of, parse_assignment
 
     flags = {key for flag, (key, _, _) in FLAGS.items() if getattr(args, attribute(flag)) is not None}
@@ -144,24 +145,13 @@ def _given_keys(args: argparse.Namespace) -> set[str]:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.profile.profile import ProfileSettings, profile
 
     if args.of is not None:
         from rl_cluster_benchmark.tools.profile.finished import explain
 
-        return explain(Path(args.of))
+        return explain(args.of)
     if args.mode is None and args.config is None:
         args.mode = "parallel"
-    settings = ProfileSettings(
-        seconds=args.seconds,
-        output_dir=Path(args.output_dir or PROFILE_DIR),
-        overwrite=args.overwrite,
-        trace=Path(args.trace) if args.trace else None,
-        peak=not args.no_peak,
-        flame=not args.no_flame,
-    )
-    config = _config(args)
-    signals = Signals()
-    signals.install()
-    return profile(config, settings, signals)
+    settings = settings_from(ProfileSettings, args, output_dir=Path(args.output_dir or PROFILE_DIR))
+    return profile(_config(args), settings, start_signals())

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rl_cluster_benchmark.cli.arguments import finite, positive
+from rl_cluster_benchmark.cli.arguments import number, positive, start_signals
 from rl_cluster_benchmark.core.errors import UserError
 
 SEARCH_DIR = "runs/search"
@@ -60,27 +60,20 @@ def add_search_command(commands: Any) -> None:
         "--enqueue", metavar="FILE", help="a YAML list of settings to try first, behind the candidates of the space"
     )
     search.add_argument("--trials", type=positive, metavar="N", help="end when the search has N trials in all")
+    hours = number(lambda value: 0 < value <= MAX_HOURS, "a number of hours greater than 0")
     search.add_argument(
-        "--budget", type=_hours, metavar="HOURS",
+        "--budget", type=hours, metavar="HOURS",
         help="begin no trial that would end after so many hours of this call, going by the longest trial so far",
     )  # fmt: skip
     search.add_argument(
         "--jobs", type=positive, default=1, metavar="N",
         help="trials at the same time, which share the cores with all their runs; default: 1",
     )  # fmt: skip
-    search.add_argument("--output-dir", metavar="DIR", default=SEARCH_DIR, help=f"default: {SEARCH_DIR}")
+    search.add_argument("--output-dir", type=Path, metavar="DIR", default=SEARCH_DIR, help=f"default: {SEARCH_DIR}")
     search.set_defaults(run=_search)
 
 
-def _hours(text: str) -> float:
-    hours = finite(text)
-    if not 0 < hours <= MAX_HOURS:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be a number of hours greater than 0")
-    return hours
-
-
 def _search(args: argparse.Namespace) -> int:
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.search import searching
     from rl_cluster_benchmark.tools.search.sampling import require_optuna
     from rl_cluster_benchmark.tools.search.space_files import read_space
@@ -91,9 +84,6 @@ def _search(args: argparse.Namespace) -> int:
     if args.enqueue is not None and args.space is None:
         raise UserError("--enqueue needs --space: candidates are a part of what a search is begun with.")
     space = read_space(args.space, args.enqueue) if args.space is not None else None
-    signals = Signals()
-    signals.install()
     seconds = args.budget * 3600 if args.budget is not None else None
-    return searching.search(
-        space, searching.SearchSettings(Path(args.output_dir), args.trials, seconds, args.jobs), signals
-    )
+    settings = searching.SearchSettings(args.output_dir, args.trials, seconds, args.jobs)
+    return searching.search(space, settings, start_signals())

@@ -1,1 +1,1 @@
-"""How machines find each other, agree and keep watch over each other. Nothing here trains."""
+"""How machines find each other, agree on a run, and watch each other. Nothing here trains."""

@@ -1,4 +1,4 @@
-"""An end for what may never end by itself."""
+"""A deadline for calls that may block for ever: it ends the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from rl_cluster_benchmark.core import commentary
 
 @contextlib.contextmanager
 def limited(seconds: float, sentence: str) -> Iterator[None]:
-    """A question to a store whose machine is gone may block for ever: then this process ends, with a word."""
+    """End this process with an error message if the context takes longer than `seconds`.
+
+    It is for calls of a store whose machine is gone, which may block for ever and cannot be interrupted.
+    """
 
     def end() -> None:
         commentary.say(f"error: {sentence}\n")

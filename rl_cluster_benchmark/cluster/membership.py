@@ -1,7 +1,7 @@
-"""Who is still there. Every node says so at the store once a second; the head listens to all, all listen to the head.
+"""Heartbeats: every node writes one to the store each second; the head reads those of all nodes, the others the head's.
 
-A store that does not answer blocks its caller, so a thread with a connection of its own does the talking; the training
-process only looks at what the thread has heard, and when.
+A store that does not answer blocks its caller, so a thread with a connection of its own talks to it; the training only
+looks at what the thread has heard, and when.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 
 SECONDS_BETWEEN_BEATS = 1.0
-MISSED_BEATS = 3  # until a node is suspected, once something else has gone wrong
+MISSED_BEATS = 3  # after which a node is suspected, once a connection has broken
 SECONDS_TO_LEARN_A_REASON = 5.0
 SECONDS_TO_TELL = 5.0
 SECONDS_TO_SAY_GOODBYE = 15.0
@@ -25,6 +25,8 @@ FAILED = "failed"  # key of the first failure's reason
 
 
 class Membership:
+    """This node's heartbeat, and what it knows of the other nodes: alive, silent, failed or gone."""
+
     def __init__(self, connect: Callable[[timedelta], Any], rank: int, labels: Sequence[str], timeout: float) -> None:
         self.rank, self.labels, self.timeout = rank, labels, timeout
         self.memory = 0  # bytes that this node uses, told to the others
@@ -54,10 +56,13 @@ class Membership:
                 )
 
     def explain(self, error: TrainingFailedError) -> TrainingFailedError:
-        """A broken connection says little: wait a moment for its reason, or for whoever has fallen silent."""
+        """Return a better error than that of a broken connection: another node's reason, or who has fallen silent.
+
+        Wait a few seconds for that; return the error itself if nothing is learned.
+        """
         patience = min(self.timeout, SECONDS_TO_LEARN_A_REASON)
         if self.rank != 0:
-            patience += MISSED_BEATS * SECONDS_BETWEEN_BEATS  # the head finds out who is silent, and says so
+            patience += MISSED_BEATS * SECONDS_BETWEEN_BEATS  # time for the head to find and report who is silent
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if self._failure is not None:
@@ -69,7 +74,7 @@ class Membership:
         return error
 
     def report_failure(self, reason: str) -> None:
-        """Tell the others why this node stops; the first reason given is the one all report."""
+        """Tell the other nodes why this one stops; all report the first reason that any node has given."""
 
         def tell() -> None:
             self._store.compare_set(FAILED, "", json.dumps([self.rank, reason]))
@@ -79,7 +84,7 @@ class Membership:
         self._leave(tell, SECONDS_TO_TELL)
 
     def leave(self) -> None:
-        """A good end. The head, whose process holds the store, goes last."""
+        """Say goodbye after a good end; the head, whose process holds the store, waits for all others to do so."""
 
         def wave() -> None:
             self._store.set(f"left/{self.rank}", "")
@@ -91,7 +96,7 @@ class Membership:
         self._leave(wave, SECONDS_TO_SAY_GOODBYE)
 
     def _leave(self, last_words: Callable[[], None], seconds: float) -> None:
-        """The store may be what has failed, and then never answers: last words have a time limit."""
+        """Stop the heartbeat and call `last_words`, for at most `seconds`, because a failed store never answers."""
         self._leaving.set()
         self._thread.join(timeout=2 * SECONDS_BETWEEN_BEATS)
 
@@ -109,7 +114,7 @@ class Membership:
         return f"{self.labels[rank]} stopped: {reason}"
 
     def _silences(self) -> list[tuple[int, float]]:
-        """(node, seconds since it was heard of), longest first; those that have come to a good end are not missed."""
+        """Return (node, seconds since its last heartbeat), longest first, without nodes that ended in good order."""
         now = time.monotonic()
         silences = [(other, now - self._heard_at[other]) for other in self._others if other not in self._left]
         return sorted(silences, key=lambda item: -item[1])

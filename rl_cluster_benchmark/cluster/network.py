@@ -1,4 +1,4 @@
-"""Which of this machine's addresses and interfaces the others can reach: the one on the route to the head."""
+"""Finds the address and interface at which other machines can reach this one: those on the route to the head."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ PORTS_TRIED = 100
 
 @dataclass(frozen=True)
 class Endpoint:
+    """An address of this machine and the network interface that has it."""
+
     address: str
     interface: str
 
@@ -27,7 +29,7 @@ class Endpoint:
 
 
 def endpoint(master_addr: str, master_port: int, interface: str | None) -> Endpoint:
-    """Where this machine talks to the others: `interface` if it is set, else the route to the head."""
+    """Return where other machines reach this one: at `interface` if it is set, else on the route to the head."""
     if interface is not None:
         return _endpoint_of(interface)
     address = _address_towards(resolve(master_addr, master_port))
@@ -51,7 +53,7 @@ def resolve(host: str, port: int) -> str:
 
 
 def is_own_address(host: str, port: int) -> bool:
-    """Does this machine have that address?"""
+    """Return whether the host's address is one of this machine's."""
     address = resolve(host, port)
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return True
@@ -60,9 +62,9 @@ def is_own_address(host: str, port: int) -> bool:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port that nobody has, and that the kernel gives to no connection before it is listened at.
+    """Return a free port outside the range from which the kernel chooses ports of outgoing connections.
 
-    Of its own range the kernel may give it away meanwhile, even to the machine that tries to reach the head there.
+    A port of that range could be taken by a connection before a server listens at it.
     """
     for _ in range(PORTS_TRIED):
         port = secrets.choice(PORTS)
@@ -84,7 +86,7 @@ def _endpoint_of(interface: str) -> Endpoint:
 
 
 def _address_towards(address: str) -> str:
-    """The local address of packets to there. Connecting a datagram socket sends nothing."""
+    """Return this machine's own address in packets to `address`; to find it, nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

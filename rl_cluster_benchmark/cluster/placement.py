@@ -1,4 +1,4 @@
-"""Which node of how many this process is, and where the head is: from flags, torchrun's variables, or SLURM's."""
+"""Finds which node of how many this process is, and where the head is: from flags, torchrun's variables, or SLURM's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ import psutil
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
 
-# Set by `rlcb launch`.
-ATTEMPT_VARIABLE = "RLCB_ATTEMPT"  # nodes of an attempt that failed do not meet those of the next
-JOB_VARIABLE = "RLCB_JOB"  # a name for this launch alone, the same in all its attempts
+# Environment variables that `rlcb launch` sets.
+ATTEMPT_VARIABLE = "RLCB_ATTEMPT"  # the attempt's number: nodes of a failed attempt must not meet those of the next
+JOB_VARIABLE = "RLCB_JOB"  # a name of this launch, the same in all its attempts
 
 
 @dataclass(frozen=True)
 class Placement:
-    rank: int | None  # None: the head is whoever has its address, the others are numbered as they come
+    """Which node of a run this process is, and where the nodes meet."""
+
+    rank: int | None  # None: the machine that has the head's address is 0, the others are numbered as they come
     num_nodes: int
     master_addr: str
     master_port: int
     attempt: str = "0"
     store_is_there: bool = False  # torchrun's agent runs the store that the nodes meet at
     source: str = "flags"
-    job: str = ""  # who started this process: the same when it starts it again
-    is_restart: bool = False  # it has, or it may have
+    job: str = ""  # name of the launch or scheduler job that started this process; the same after a restart
+    is_restart: bool = False  # whether that job has started the run before, or may have
 
 
 def find(config: Config, node_rank: int | None, environ: Mapping[str, str] = os.environ) -> Placement:
@@ -72,7 +74,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Placement:
         num_nodes=int(environ["WORLD_SIZE"]),
         master_addr=environ["MASTER_ADDR"],
         master_port=int(environ["MASTER_PORT"]),
-        attempt=environ["TORCHELASTIC_RUN_ID"],  # its count of restarts may differ between machines
+        attempt=environ["TORCHELASTIC_RUN_ID"],  # not torchrun's count of restarts, which may differ between machines
         store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source="torchrun",
         job=f"torchrun-{_parent()}",
@@ -102,13 +104,13 @@ def _from_slurm(config: Config, environ: Mapping[str, str]) -> Placement:
 
 
 def _parent() -> str:
-    """The process that started this one, by a name that no other process will ever have."""
+    """Return a name of the process that started this one, which no other process will ever have."""
     parent = psutil.Process(os.getppid())
     return f"{socket.gethostname()}-{parent.pid}-{parent.create_time():.2f}"
 
 
 def first_host(nodes: str) -> str:
-    """Of a SLURM node list: `n[03-07,9],m1` starts with n03."""
+    """Return the first host of a SLURM node list: n03 for `n[03-07,9],m1`."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
         raise UserError(f"SLURM's node list {nodes!r} names no node; give the head's address with --master-addr.")

@@ -1,4 +1,4 @@
-"""How the nodes of a run meet: one store on the head, a word from everybody, and checks before anything is trained."""
+"""The rendezvous of a run's nodes: all register at a store on the head and check that they agree, before training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rl_cluster_benchmark.machine import detection, planning
 from rl_cluster_benchmark.run.summary import git_commit, package_versions
 
 SECONDS_FOR_ALL_TO_READ = 5.0
-# What may differ between machines: where they are and how many workers each has.
+# The config keys that may differ between machines: about the network, and how many workers each has.
 NODE_KEYS = (
     "parallel.num_workers", "impala.num_learners", "impala.split", "hardware.num_threads", "cluster.num_workers",
     "cluster.master_addr", "cluster.master_port", "cluster.interface", "cluster.min_nodes", "cluster.max_restarts",
@@ -45,16 +45,16 @@ NODE_KEYS = (
 
 @dataclass(frozen=True)
 class Node:
-    """What a node tells the others of itself."""
+    """What a node tells the others about itself."""
 
     name: str
     address: str
     interface: str
-    id: str  # of this process
-    job: str  # who started it
-    boot: str  # the same for processes on one machine
+    id: str  # unique to this process
+    job: str  # name of the launch or scheduler job that started it
+    boot: str  # id of the machine's boot: the same for nodes on one machine
     num_workers: int
-    num_learners: int  # of IMPALA, whose workers are its actors
+    num_learners: int  # IMPALA's; its workers are actors
     usable_cores: int
     cpu_model: str
     versions: dict[str, str | None]
@@ -62,7 +62,7 @@ class Node:
 
     @property
     def processes(self) -> str:
-        """Of its own, in words."""
+        """Return the node's numbers of actors and learners, or of workers, in words."""
         if self.num_learners:
             return f"{self.num_workers} actors, {self.num_learners} learners"
         return f"{self.num_workers} workers"
@@ -70,7 +70,7 @@ class Node:
 
 @dataclass
 class Cluster:
-    """All nodes of the run, as one of them sees it."""
+    """The nodes of a run and the store that they share, as one of them sees them."""
 
     rank: int
     nodes: list[Node]
@@ -95,7 +95,7 @@ class Cluster:
         return sum(node.num_learners for node in self.nodes)
 
     def shares(self) -> list[tuple[str, int, int]]:
-        """(name, workers, usable cores) of each node; nodes that are on one machine (for a try) share its cores."""
+        """Return (name, workers, usable cores) of each node; cores of a machine with several nodes count once."""
         seen: set[str] = set()
         shares = []
         for node in self.nodes:
@@ -107,7 +107,7 @@ class Cluster:
         return _label(rank, self.nodes[rank].name)
 
     def take_signal(self, rank: int, number: int) -> None:
-        """Another node was told to stop, and so all stop: this one ends as if it had been told itself."""
+        """Let this node stop as if it had received the signal that another node has received."""
         if self.signals.received is None:
             self.signals.receive(number)
             print(f"{self.label(rank)} received {signal.Signals(number).name}: all machines stop.", flush=True)
@@ -118,7 +118,7 @@ class Cluster:
 
     @told_if_silent()
     def read(self, key: str) -> Any:
-        """Wait until some node has published it."""
+        """Wait until some node has published the key, and return its value."""
         deadline = time.monotonic() + self.join_timeout
         while not self.store.check([key]):
             self.membership.check()
@@ -128,7 +128,7 @@ class Cluster:
 
 @told_if_silent()
 def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
-    """Wait until all nodes are there and agree; returns the cluster they make."""
+    """Wait until all nodes are there, check that they agree, and return the cluster."""
     store, prefix, rank, nodes = gather(config, placement, signals)
     _agree(store, rank, nodes)
     labels = [_label(rank, node.name) for rank, node in enumerate(nodes)]
@@ -143,7 +143,7 @@ def meet(config: Config, placement: Placement, signals: Signals) -> Cluster:
 
 @told_if_silent()
 def gather(config: Config, placement: Placement, signals: Signals) -> tuple[Any, str, int, list[Node]]:
-    """Wait until all nodes are there: (the store, its prefix, this node's rank, everybody's word), unchecked."""
+    """Wait until all nodes are there; return the store, its prefix, this node's rank and all nodes, unchecked."""
     here = network.endpoint(placement.master_addr, placement.master_port, config.cluster.interface)
     deadline = time.monotonic() + config.cluster.join_timeout
     store, rank = connect(placement, deadline, signals)
@@ -159,12 +159,15 @@ def gather(config: Config, placement: Placement, signals: Signals) -> tuple[Any,
         )
     this = _this_node(config, placement, here)
     nodes = _roll_call(store, rank, this, placement, deadline, signals)
-    # Whatever an earlier attempt left in the store is behind us.
+    # From here on, keys begin with the head's id, which is new in every attempt: no key of an earlier one is read.
     return prefixed(nodes[0].id, store), f"{prefix}/{nodes[0].id}", rank, nodes
 
 
 def _agree(store: Any, rank: int, nodes: list[Node]) -> None:
-    """All check the same; the head, whose process holds the store, does not leave before all have read it."""
+    """Check that the nodes agree, as all of them do; if not, the head waits until all have read the list, then raises.
+
+    The store ends with the head's process.
+    """
     store.add("read", 1)
     try:
         check_agreement(nodes)
@@ -176,7 +179,7 @@ def _agree(store: Any, rank: int, nodes: list[Node]) -> None:
 
 
 def check_agreement(nodes: list[Node]) -> None:
-    """Versions and config of all nodes must be the head's; nobody may hide behind the loopback interface."""
+    """Raise a UserError unless all nodes have the head's versions and config, and addresses that others can reach."""
     head = nodes[0]
     for rank, node in enumerate(nodes):
         label = _label(rank, node.name)
@@ -205,10 +208,11 @@ def check_agreement(nodes: list[Node]) -> None:
 def _roll_call(
     store: Any, rank: int, this: Node, placement: Placement, deadline: float, signals: Signals
 ) -> list[Node]:
-    """Everybody's word. The store may be older than this attempt (torchrun's is) and still hold words of the last.
+    """Register this node and return the list of all nodes, once all agree on it.
 
-    So the head publishes a list of the words it has heard, each node answers to a list with its own word in it, and
-    the list holds once all have answered; until then a late word makes a new list.
+    The store may be older than this attempt (torchrun's is) and still hold registrations of the last one. So the head
+    publishes a list of the registrations it finds, each node confirms a list that contains its own, and the list is
+    valid once all have confirmed it. Until then, a registration that comes late makes a new list.
     """
     everybody = range(placement.num_nodes)
     store.set(f"node/{rank}", json.dumps(asdict(this)))

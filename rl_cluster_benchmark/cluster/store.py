@@ -1,4 +1,4 @@
-"""The store that the nodes of a run meet at: a key-value server on the head (torch's TCPStore), and its clients."""
+"""The store at which the nodes of a run meet: a key-value server on the head (torch's TCPStore), and its clients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Signals
 
 SECONDS_BETWEEN_TRIES = 0.1
-STORE_TIMEOUT = timedelta(seconds=30)  # of one question to the store
+STORE_TIMEOUT = timedelta(seconds=30)  # for one request to the store
 
 
 def connect(placement: Placement, deadline: float, signals: Signals) -> tuple[Any, int | None]:
-    """(the store, this node's rank if it is known already). The head makes the store unless torchrun has."""
+    """Return the store, and this node's rank if it is known yet; on the head, make the store unless torchrun has."""
     host, port, rank = placement.master_addr, placement.master_port, placement.rank
     if not placement.store_is_there and (rank == 0 or (rank is None and network.is_own_address(host, port))):
         try:
@@ -50,7 +50,10 @@ def connect(placement: Placement, deadline: float, signals: Signals) -> tuple[An
 
 
 def _greet(host: str, port: int, wait: Callable[[], None]) -> Any:
-    """Return a client of the store; `wait` is called until it is there, since torch looks at no signal meanwhile."""
+    """Return a client of the store; call `wait`, which looks at signals, until it is connected.
+
+    A thread connects, because signals are not handled while torch's code waits.
+    """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def greet() -> None:
@@ -64,7 +67,7 @@ def _greet(host: str, port: int, wait: Callable[[], None]) -> Any:
         wait()
     store = answers.get()
     if isinstance(store, RuntimeError):
-        wait()  # the head that goes because of a signal is no stranger
+        wait()  # raises if a signal came: then the head may have stopped for the same reason
         raise UserError(
             f"What listens at {host}:{port} is not the head of a run ({first_line(store)}); choose another "
             "--master-port."
@@ -75,7 +78,7 @@ def _greet(host: str, port: int, wait: Callable[[], None]) -> Any:
 
 
 def _serve(host: str, port: int) -> Any:
-    """A store that listens at the head's address only, not at all of the machine's."""
+    """Return a new store that listens at the head's address only, not at all addresses of the machine."""
     import torch.distributed as dist
 
     address = network.resolve(host, port)
@@ -111,7 +114,7 @@ def prefixed(prefix: str, store: Any) -> Any:
 
 @contextlib.contextmanager
 def told_if_silent() -> Iterator[None]:
-    """Around questions to the store: it goes with the head."""
+    """Turn a store's error within the context into a TrainingFailedError: the store ends with the head's process."""
     from torch.distributed import DistError
 
     try:
@@ -123,6 +126,7 @@ def told_if_silent() -> Iterator[None]:
 
 
 def wait_a_moment(deadline: float, signals: Signals, sentence_if_late: str) -> None:
+    """Sleep shortly; raise Interrupted if a signal came, and TrainingFailedError if it is later than the deadline."""
     signals.check()
     if time.monotonic() > deadline:
         raise TrainingFailedError(sentence_if_late)

@@ -1,4 +1,4 @@
-"""The config as a file and as flags: YAML in, YAML out, every mistake answered with one sentence.
+"""Reading, checking and writing configs: YAML files and command-line overrides, one sentence for every mistake.
 
 Precedence: the defaults < the YAML file < the command line.
 """
@@ -26,15 +26,15 @@ from rl_cluster_benchmark.config.schema import (
 )
 from rl_cluster_benchmark.core.errors import UserError
 
-MAX_BYTES, MAX_DEPTH = 1_000_000, 16  # of a YAML file: far more than a config takes, far less than hurts
-MAX_SHOWN = 120  # characters of a wrong value that a sentence repeats
+MAX_BYTES, MAX_DEPTH = 1_000_000, 16  # limits of a YAML file: far more than a config needs
+MAX_SHOWN = 120  # characters of a wrong value that an error message repeats
 
 # Keys that older configs keep under `training`, and where they live now.
 MOVED_KEYS = {"num_envs": "env", "seed": "env", "device": "hardware", "num_threads": "hardware"}
 
 DEFAULT_STEPS: int = TrainingConfig.model_fields["total_timesteps"].default
 
-# Overrides for the config.yaml of a run: what was in effect, although an older one says what is refused today.
+# Overrides for reading the config.yaml of a run: older ones hold a value that is refused today and never had an effect.
 AS_IT_WAS: dict[str, object] = {"env.use_sequential_levels": False}
 
 
@@ -45,7 +45,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, object] | None 
 
 
 def build(data: Mapping[str, Any], overrides: Mapping[str, object], *, source: str) -> Config:
-    """The config in `data`, which came from `source`, with overrides from the command line on top."""
+    """Return the checked config of `data` with command-line overrides on top; errors name `source` as its origin."""
     merged = merge(data, overrides)
     changed = {home_of(dotted) for dotted in overrides}
     try:
@@ -56,6 +56,11 @@ def build(data: Mapping[str, Any], overrides: Mapping[str, object], *, source: s
             key = ".".join(map(str, item["loc"]))
             sentences.append(f"{'command line' if key in changed else source}: {explain(dict(item))}")
         raise UserError("\n".join(sentences)) from None
+
+
+def with_changes(config: Config, changes: Mapping[str, object], *, source: str) -> Config:
+    """Return this config with `{'section.key': value}` changed, checked again; `source` names it in a mistake."""
+    return build(to_dict(config), changes, source=source)
 
 
 def merge(data: Mapping[str, Any], overrides: Mapping[str, object]) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def refuse_section(key: str) -> None:
 
 
 def home_of(dotted: str) -> str:
-    """Return the key's name where older configs call it otherwise."""
+    """Return where a key lives today, for older configs that keep it under `training`; other keys stay as they are."""
     section, _, key = dotted.rpartition(".")
     return f"{MOVED_KEYS[key]}.{key}" if section == "training" and key in MOVED_KEYS else dotted
 
@@ -82,7 +87,7 @@ def home_of(dotted: str) -> str:
 def checked(dotted: str, value: object) -> Any:
     """Return a key's value as the config will hold it; raise a UserError for an unknown key or a value it cannot have.
 
-    What only a combination of keys can tell is not looked at.
+    Rules that concern several keys together are not checked.
     """
     path = tuple(home_of(dotted).split("."))
     try:
@@ -98,15 +103,15 @@ def checked(dotted: str, value: object) -> Any:
 
 
 def with_workers(config: Config, num_workers: int) -> Config:
-    """The same with the number of workers, and so of environments, filled in."""
+    """Return the config with the number of workers set, and of environments if num_envs_per_worker is set."""
     changes: dict[str, object] = {"parallel.num_workers": num_workers}
     if config.parallel.num_envs_per_worker is not None:
         changes["env.num_envs"] = num_workers * config.parallel.num_envs_per_worker
-    return build(to_dict(config), changes, source=f"{num_workers} workers")
+    return with_changes(config, changes, source=f"{num_workers} workers")
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Plain values only, to a limited depth. No aliases: a few lines of them can stand for gigabytes."""
+    """A YAML loader for plain values of limited depth; it refuses aliases, a few lines of which can mean gigabytes."""
 
     _depth = 0
 
@@ -122,7 +127,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """Raises a ValueError whose message completes `FILE: ...`."""
+    """Return the content of a YAML text; raise a ValueError whose message completes the sentence "FILE: ..."."""
     if len(content) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES:,} bytes: no config is")
     try:
@@ -161,7 +166,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def preset_dir() -> Path:
-    """`config/` of a checkout, or the copy inside an installed package."""
+    """Return the folder of the presets: `config/` of a checkout, or the copy inside an installed package."""
     package = Path(__file__).parent.parent
     installed = package / "presets"
     return installed if installed.is_dir() else package.parent / "config"
@@ -179,7 +184,7 @@ def preset_of(algorithm: object, mode: object, env: object) -> str | None:
 
 
 def find_config(path: str | Path) -> Path:
-    """A path to a file, or the name of a preset (`ppo_sequential`)."""
+    """Return the file that a path or the name of a preset (`ppo_sequential`) stands for."""
     file = Path(path)
     if file.is_file():
         return file
@@ -192,7 +197,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def parse_assignment(text: str) -> tuple[str, object]:
-    """`section.key=value`, the value read as YAML."""
+    """Return key and value of a `section.key=value` argument, the value read as YAML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise UserError(f"--set {text}: write it as section.key=value, for example --set training.gamma=0.99.")
@@ -204,7 +209,7 @@ def parse_assignment(text: str) -> tuple[str, object]:
 
 
 def shown(value: object) -> str:
-    """A wrong value, short enough for a sentence."""
+    """Return a wrong value as a text that is short enough for an error message."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except ValueError:  # Python writes no numbers of more than 4300 digits
@@ -278,7 +283,7 @@ def _move_old_keys(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields() -> Iterator[tuple[str, str, Any]]:
-    """Every setting as (section or '', key, pydantic field), in the order of the file."""
+    """Yield every setting as (section or '', key, pydantic field), in the order of the schema."""
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             for key, inner in field.annotation.model_fields.items():
@@ -335,7 +340,7 @@ def _unknown_key(loc: tuple[Any, ...]) -> str:
 
 
 def reference_markdown() -> str:
-    """The configuration reference, generated so that it cannot differ from the code."""
+    """Return the text of docs/configuration.md, generated so that it cannot differ from the code."""
     lines = ["# Configuration reference", "", "<!-- generated by `rlcb config --markdown`; do not edit -->", ""]
     lines += [
         "Defaults < YAML file (`--config`) < command line. Any key can be set with `--set section.key=value`.",

@@ -1,4 +1,4 @@
-"""The one typed config of everything a run needs, documented field by field. config_files.py reads and writes it.
+"""The typed config of a run, documented field by field. config_files.py reads and writes it.
 
 This module imports neither numpy nor torch, so that thread counts can be set from it before those libraries start.
 """
@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rl_cluster_benchmark.config.traits import TRAITS, Traits
+
 Algorithm = Literal["ppo", "a2c", "a3c", "impala"]
 Mode = Literal["sequential", "parallel", "distributed"]
 DistributionMode = Literal["easy", "hard", "extreme", "memory", "exploration"]
@@ -21,29 +23,22 @@ PROCGEN_GAMES = (
     "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
 )  # fmt: skip
 TOY_ENVS = ("CartPole-v1", "Catch-v0")
-# Games that know a distribution mode besides easy and hard, which all of them know.
+# The games that have a distribution mode besides easy and hard, which all games have.
 EXTRA_DISTRIBUTION_MODES: dict[str, frozenset[str]] = {
     "extreme": frozenset({"chaser", "dodgeball", "leaper", "starpilot"}),
     "memory": frozenset({"caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"}),
     "exploration": frozenset({"caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"}),
 }
-# How machines may keep together. A3C's workers have no common step whose gradients could be summed.
-SYNCHRONISATIONS: dict[str, tuple[str, ...]] = {
-    "ppo": ("allreduce", "local_sgd"),
-    "a2c": ("allreduce", "local_sgd"),
-    "a3c": ("async",),
-    "impala": ("allreduce", "async"),
-}
 MAX_LEVEL = 2**31 - 1
 MAX_INT = 2**63 - 1
-MAX_FLOAT = 1e38  # of float32, in which networks compute
-MAX_SECONDS = 1_000_000  # of a timeout: the system's calls take no more than some years
-MAX_HOURS = 1_000_000  # of a run
+MAX_FLOAT = 1e38  # just below the largest float32, in which networks compute
+MAX_SECONDS = 1_000_000  # the longest timeout: system calls refuse those of many years
+MAX_HOURS = 1_000_000  # the longest run
 MAX_ENVS, MAX_THREADS, MAX_WIDTH = 65_536, 1024, 65_536
 
 
 def canonical_env_name(name: object) -> object:
-    """`coinrun`, `procgen-coinrun-v0` and `procgen:procgen-coinrun-v0` are one game."""
+    """Return the full name of an environment: `procgen-coinrun-v0` for `coinrun` or `procgen:procgen-coinrun-v0`."""
     if not isinstance(name, str):
         return name
     game = name.removeprefix("procgen:").removeprefix("procgen-").removesuffix("-v0").lower()
@@ -61,7 +56,7 @@ EnvName = Annotated[str, BeforeValidator(canonical_env_name)]
 
 
 def _number(value: object) -> object:
-    """YAML 1.1 reads `3e-4` as a string; people mean the number."""
+    """Return the number in a string such as `3e-4`, which YAML 1.1 does not read as a number."""
     if isinstance(value, bool):
         raise ValueError("is not allowed; it must be a number")
     if isinstance(value, str):
@@ -73,7 +68,7 @@ def _number(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    """A text of digits is read exactly; as a float it would be rounded beyond 2^53."""
+    """Return a whole number; read a text of digits exactly, because a float would round it beyond 2^53."""
     try:
         number = int(value) if isinstance(value, str) else _number(value)
     except ValueError:
@@ -119,7 +114,7 @@ class UsedBy:
 
 
 OfPPO = Annotated[Value, UsedBy(("ppo",))]
-OfActorCritics = Annotated[Value, UsedBy(("ppo", "a2c", "a3c"))]  # but IMPALA, which has keys of its own
+OfActorCritics = Annotated[Value, UsedBy(("ppo", "a2c", "a3c"))]  # IMPALA has keys of its own for these
 
 
 class Section(BaseModel):
@@ -172,8 +167,13 @@ class EnvConfig(Section):
     )
 
     @property
+    def has_images(self) -> bool:
+        """Return whether observations are images; those of toy environments are short vectors."""
+        return self.game is not None
+
+    @property
     def game(self) -> str | None:
-        """The bare Procgen game, or None for a toy environment."""
+        """Return the bare name of the Procgen game, or None for a toy environment."""
         return self.name.removeprefix("procgen-").removesuffix("-v0") if self.name.startswith("procgen-") else None
 
     @model_validator(mode="after")
@@ -373,7 +373,8 @@ class ParallelConfig(Section):
         "with another number of workers keeps the environments that it has in all.",
     )
     reduce: MayChange[Literal["shared_memory", "gloo"]] = Field(
-        "shared_memory", description="How gradients are summed; gloo is torch.distributed, kept for comparison."
+        "shared_memory",
+        description="Without effect: the workers of a machine sum through shared memory, also where this says gloo.",
     )
     balance: Annotated[MayChange[Float | None], UsedBy(("ppo", "a2c"))] = Field(
         None,
@@ -483,7 +484,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """Everything about a run. `config.yaml` in its directory holds all of it, defaults filled in."""
+    """All settings of a run. Its config.yaml holds those that its algorithm uses, defaults filled in."""
 
     algorithm: Algorithm = Field("ppo", description="What learns: ppo, a2c, a3c or impala.")
     mode: Mode = Field("sequential", description="sequential: one process; parallel: all cores; distributed: machines.")
@@ -500,58 +501,79 @@ class Config(Section):
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="")
 
     @property
+    def traits(self) -> Traits:
+        """Return the properties of the algorithm that do not concern its maths."""
+        return TRAITS[self.algorithm]
+
+    @property
+    def is_sequential(self) -> bool:
+        """Return whether one process does everything."""
+        return self.mode == "sequential"
+
+    @property
+    def is_parallel(self) -> bool:
+        """Return whether the run has workers on this machine alone."""
+        return self.mode == "parallel"
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return whether the run has workers on several machines."""
+        return self.mode == "distributed"
+
+    @property
     def rollout_size(self) -> int:
         return self.env.num_envs * self.training.n_steps
 
     @property
     def batch_size(self) -> int:
-        """The minibatch in use: a batch_size larger than the rollout is the whole rollout."""
+        """Return the size of a minibatch: training.batch_size, or the whole rollout if that is smaller."""
         return min(self.training.batch_size, self.rollout_size)
 
     @property
     def num_machines(self) -> int:
-        return self.cluster.num_workers if self.mode == "distributed" else 1
+        return self.cluster.num_workers if self.is_distributed else 1
 
     @property
     def unrolls_per_step(self) -> int:
-        """IMPALA: unrolls, each n_steps of one environment, that make about a batch_size; as many for each learner."""
-        learners = self.impala.num_learners if self.mode != "sequential" and self.impala.num_learners != "auto" else 1
-        learners *= self.num_machines  # as if all were alike
+        """Return how many unrolls (n_steps of one environment) make IMPALA's batch: about batch_size steps in all.
+
+        Each learner takes equally many.
+        """
+        learners = self.impala.num_learners if not self.is_sequential and self.impala.num_learners != "auto" else 1
+        learners *= self.num_machines  # as if all machines had equally many
         return self.unrolls_per_learner(learners) * learners
 
     def unrolls_per_learner(self, learners: int) -> int:
-        """That each of so many learners takes in a step."""
+        """Return how many unrolls each of `learners` learners takes for an optimiser step of IMPALA."""
         each = round(self.training.batch_size / self.training.n_steps / learners)
         return max(1, min(each, self.env.num_envs // learners))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         workers, per_worker = self.parallel.num_workers, self.parallel.num_envs_per_worker
-        if self.mode == "distributed":
+        if self.is_distributed:
             is_known = per_worker is None  # otherwise the machines that join decide how many environments there are
         else:
-            is_known = self.mode == "sequential" or (
-                workers is not None and per_worker in (None, self.env.num_envs / workers)
-            )
-        if self.algorithm == "ppo" and is_known and self.rollout_size % self.batch_size:
+            is_known = self.is_sequential or (workers is not None and per_worker in (None, self.env.num_envs / workers))
+        if self.traits.has_minibatches and is_known and self.rollout_size % self.batch_size:
             raise ValueError(
                 f"training.batch_size = {self.training.batch_size} does not divide the rollout of "
                 f"{self.env.num_envs} envs x {self.training.n_steps} steps = {self.rollout_size}; "
                 f"sizes near it that do: {', '.join(map(str, _near_divisors(self.rollout_size, self.batch_size)))}"
             )
-        if self.mode == "parallel" and is_known and workers is not None and self.env.num_envs < workers:
+        if self.is_parallel and is_known and workers is not None and self.env.num_envs < workers:
             raise ValueError(
                 f"{self.env.num_envs} environments cannot be shared by {workers} workers; "
                 "set parallel.num_envs_per_worker or fewer parallel.num_workers"
             )
-        if self.algorithm == "impala" and self.impala.passes > 1 and self.impala.replay_fraction > 0:
+        if self.traits.has_actors and self.impala.passes > 1 and self.impala.replay_fraction > 0:
             raise ValueError(
                 f"impala.passes = {self.impala.passes} and impala.replay_fraction = {self.impala.replay_fraction} both "
                 "learn from experience again; set passes to 1 or replay_fraction to 0"
             )
         learners = self.impala.num_learners
-        is_impala = self.algorithm == "impala" and self.mode == "parallel" and is_known
-        if is_impala and isinstance(learners, int) and learners > self.env.num_envs:
+        is_known = is_known and self.is_parallel
+        if self.traits.has_actors and is_known and isinstance(learners, int) and learners > self.env.num_envs:
             raise ValueError(f"{learners} learners need as many environments, but there are {self.env.num_envs}")
         if self.cluster.min_nodes is not None and self.cluster.min_nodes > self.cluster.num_workers:
             raise ValueError(
@@ -560,12 +582,12 @@ class Config(Section):
             )
         if self.cluster.sync != "allreduce" and self.cluster.compression != "none":
             raise ValueError("cluster.compression is for gradients: it needs cluster.sync = allreduce")
-        suits = SYNCHRONISATIONS[self.algorithm]
-        if self.mode == "distributed" and self.cluster.sync not in suits:
+        suits = self.traits.synchronisations
+        if self.is_distributed and self.cluster.sync not in suits:
             raise ValueError(
                 f"cluster.sync = {self.cluster.sync} is not for {self.algorithm}; it can be {' or '.join(suits)}"
             )
-        if self.hardware.device != "cpu" and self.mode != "sequential":
+        if self.hardware.device != "cpu" and not self.is_sequential:
             raise ValueError(f"hardware.device = {self.hardware.device} works in sequential mode only")
         return self
 

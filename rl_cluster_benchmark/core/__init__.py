@@ -1,1 +1,1 @@
-"""What everything else uses and what knows nothing of the rest: errors, clocks, random streams, signals, files."""
+"""The lowest layer, which imports no other part of the package: errors, clocks, random streams, signals, files."""

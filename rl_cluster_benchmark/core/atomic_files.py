@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a run killed at any moment, finds the old content or the new, never half of it."""
+"""Atomic writing of files: a reader, or a run killed at any moment, finds the old content or the new, never half."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import psutil
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 
 TEMPORARY_FILE = re.compile(r"\..+\.[^/]*-(?P<pid>\d+)\.tmp")
-SECONDS_TO_WRITE_A_FILE = 3600.0  # at most; a temporary file of another machine that is older is nobody's any more
+MAX_OBJECT = 1_000_000  # bytes of a JSON file that read_object takes
+SECONDS_TO_WRITE_A_FILE = 3600.0  # at most; an older temporary file counts as a leftover, whoever wrote it
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -46,9 +47,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a name beside that file's, of this process alone; TEMPORARY_FILE finds it again when that is gone.
+    """Return the path of a temporary file in the same directory, which no other process uses.
 
-    Two machines may share the directory for a moment, when a run moves.
+    The name contains host and process id, because two machines may share the directory for a moment when a run moves.
+    TEMPORARY_FILE matches such names, so that remove_leftovers can find the files of killed processes.
     """
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
@@ -62,7 +64,7 @@ def as_json(data: Any) -> bytes:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove temporary files of processes that were killed while they wrote; those of live ones stay."""
+    """Remove the temporary files of processes that were killed while they wrote; leave those of live processes."""
     for file in directory.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if _is_leftover(file):
@@ -80,12 +82,22 @@ def _is_leftover(file: Path) -> bool:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading; raise OSError for a pipe, which would be waited for, or a device."""
+    """Open a plain file for reading; raise OSError for a device or a pipe (opening a pipe would block)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no plain file")
     return os.fdopen(descriptor, "rb")
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a plain file of at most a megabyte; None if there is none in it."""
+    try:
+        with open_plain(file) as opened:
+            content = json.loads(opened.read(MAX_OBJECT))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def cannot_write(path: Path, error: OSError) -> TrainingFailedError:
@@ -96,18 +108,18 @@ def cannot_write(path: Path, error: OSError) -> TrainingFailedError:
 
 
 def make_directory(directory: Path) -> None:
-    """Make it, and those above it, so that what is written in it can be found after a power failure."""
+    """Make a directory and its missing parents, synced to the disk so that they survive a power failure."""
     if directory.is_dir():
         return
     if not directory.parent.exists():
         make_directory(directory.parent)
     directory.mkdir(exist_ok=True)
-    with contextlib.suppress(OSError):  # some may be written to and not be read
+    with contextlib.suppress(OSError):  # a parent that may be written to but not read cannot be opened for fsync
         sync_directory(directory.parent)
 
 
 def check_can_write(directory: Path) -> None:
-    """Raise TrainingFailedError unless files can be made and removed there."""
+    """Raise TrainingFailedError unless files can be made and removed in this directory."""
     probe = temporary_name(directory / "probe")
     try:
         probe.touch()
@@ -117,7 +129,7 @@ def check_can_write(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make what was renamed and removed in it last through a power failure."""
+    """Flush a directory to the disk, so that renames and removals in it survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""What a run says while it goes on, on stdout and stderr: never a reason for it to wait, to fail or to lose its work.
+"""Output to stdout and stderr that can neither block nor fail a run.
 
-A terminal is closed, `| head` has seen enough, nobody reads the pipe, Ctrl-S has stopped the screen, the disk of a log
-is full: the run goes on, and what cannot be written is left out.
+If the terminal is closed, `| head` has ended, nobody reads the pipe, Ctrl-S has stopped the screen or the disk is full,
+the run goes on and the text that cannot be written is dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import stat
 import sys
 
 STDERR = 2
-PATIENCE = 2.0  # seconds for a reader who is slow; one who has not read for so long is not waited for again
+PATIENCE = 2.0  # seconds to wait for a slow reader; after that, writes do not wait until it reads again
 
 
 class Commentary(io.FileIO):
-    """A stream that takes all that is written to it, and writes what somebody reads."""
+    """A stream that accepts everything, writes what the reader takes, and drops the rest."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(_without_waiting(descriptor), "w", closefd=False)
@@ -28,8 +28,8 @@ class Commentary(io.FileIO):
         left = memoryview(content).cast("B")
         size = len(left)
         with contextlib.suppress(OSError):  # nobody can read it any more, or the disk is full
-            while left and self._has_room():  # for so much, also where a longer write would wait for a reader
-                with contextlib.suppress(BlockingIOError):  # there was less room than that
+            while left and self._has_room():  # PIPE_BUF bytes at a time: a longer write could wait for the reader
+                with contextlib.suppress(BlockingIOError):  # there was less room than PIPE_BUF
                     left = left[os.write(self.fileno(), left[: select.PIPE_BUF]) :]
         return size
 
@@ -41,7 +41,10 @@ class Commentary(io.FileIO):
 
 
 def _without_waiting(descriptor: int) -> int:
-    """The same pipe or terminal, opened again so that a write returns at once; other processes use the first, too."""
+    """Return a descriptor whose writes do not block: for a pipe or terminal, the same file opened with O_NONBLOCK.
+
+    The flag is not set on the given descriptor itself, because other processes share it.
+    """
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
             way = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -53,7 +56,7 @@ _stderr: Commentary | None = None
 
 
 def install() -> None:
-    """From here on, what this process prints is commentary. What somebody has put in place of a stream stays."""
+    """Replace sys.stdout and sys.stderr by streams that never block; leave a stream that somebody has replaced."""
     global _stderr
     for descriptor, name in ((1, "stdout"), (STDERR, "stderr")):
         stream = getattr(sys, name)
@@ -69,12 +72,12 @@ def install() -> None:
 
 
 def stderr() -> int:
-    """A descriptor for those who cannot print, a handler of signals or of crashes."""
+    """Return a descriptor of stderr, for code that cannot call print(), such as faulthandler."""
     return STDERR if _stderr is None else _stderr.fileno()
 
 
 def say(text: str) -> None:
-    """On stderr, from anywhere: in the middle of a print(), in a thread, on the way out."""
+    """Write to stderr without Python's buffers: safe in a signal handler, in a thread and while Python exits."""
     if _stderr is not None:
         _stderr.write(text.encode(errors="replace"))
     else:

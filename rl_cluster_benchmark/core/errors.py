@@ -1,4 +1,4 @@
-"""What went wrong, said to a person: each message is a sentence that names the cause and the remedy."""
+"""Errors that are shown to the user: each message is a sentence that names the cause and the remedy."""
 
 
 class UserError(Exception):

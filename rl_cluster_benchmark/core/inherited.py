@@ -1,6 +1,6 @@
-"""What a process inherits from whoever started it, put in order before anything else.
+"""Repair of what a process inherits from the one that started it: streams, blocked signals, umask, limits.
 
-Signals that are ignored stay so (see run/stop.py): that is how nohup asks for it. The rest is chance.
+Signals that the starter made this process ignore stay ignored (see core/stop.py): nohup does that on purpose.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from rl_cluster_benchmark.core.errors import UserError
 
 
 def put_in_order() -> None:
+    """Repair this process's streams, signals, umask and limit of open files; called before anything else."""
     _open_closed_streams()
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # blocked, a signal would never arrive
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, no child's exit status would ever be known
-    os.umask(os.umask(0o077) & 0o077)  # whoever makes a file may use it
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a blocked signal would never arrive
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while it is ignored, no child's exit status can be read
+    os.umask(os.umask(0o077) & 0o077)  # the owner may always use the files that this process makes
     with contextlib.suppress(OSError, ValueError):  # a run with hundreds of workers has thousands of open files
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -32,7 +33,7 @@ def check_directory() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Closed by whoever started us, a stream becomes /dev/null: the next file opened would be taken for it."""
+    """Open /dev/null in place of standard streams that are closed, whose numbers the next opened files would get."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""When a run ends: enough steps, enough time, or somebody asks."""
+"""Signals that ask a run to end ("orders"), and how processes and their children handle them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from types import FrameType
 
 from rl_cluster_benchmark.core import commentary
 
-ORDERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # to end
+ORDERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # signals that ask a run to end
 PR_SET_PDEATHSIG = 1
 SECONDS_OF_ONE_ORDER = 1.0  # a terminal that closes, `timeout` or a scheduler may send the same order more than once
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked to stop
-    """A signal came before training began."""
+    """Raised when a signal that asks the run to end came before training began."""
 
 
 class Signals:
-    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks the run to end in good order; a later one ends it at once.
+    """Handles SIGINT, SIGTERM, SIGHUP and SIGUSR1: the first asks the run to end in good order, a later one kills it.
 
-    SIGHUP never ends it at once: it says that nobody is there any more, not that somebody is in a hurry. Nor is what
-    comes after it a later order, or what comes after another machine received one.
+    "Later" means at least a second after the first signal to this process other than SIGHUP. SIGHUP itself never ends
+    the run at once: it says that the terminal is gone, not that somebody is in a hurry. Signals that other machines
+    received do not count either.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._ordered_at: float | None = None  # by the first signal to this process itself but SIGHUP
+        self._ordered_at: float | None = None  # when this process itself received the first signal except SIGHUP
         self._previous: dict[int, object] = {}
         self._ignored: set[int] | None = None
 
     def install(self) -> None:
-        """Catch the signals, but for those that whoever started this process made it ignore, as nohup does."""
+        """Catch the signals, except those that this process was started to ignore, as nohup does with SIGHUP."""
         if self._ignored is None:
             self._ignored = {number for number in ORDERS if signal.getsignal(number) == signal.SIG_IGN}
         for number in ORDERS:
@@ -51,16 +52,25 @@ class Signals:
         self._previous = {}
 
     def receive(self, number: int) -> None:
-        """From now on the run is to end, because of this signal, which another machine may have received."""
+        """Note that the run is to end because of this signal, which this machine or another one has received."""
         self.received = number
 
+    def has_come(self) -> bool:
+        """Return whether somebody has asked to end."""
+        return self.received is not None
+
+    @property
+    def status(self) -> int:
+        """Return the exit status of a command that has ended in good order: 128 + N after signal N, else 0."""
+        return 0 if self.received is None else 128 + self.received
+
     def check(self) -> None:
-        """Raise Interrupted if the run is to end: called while it starts, when there is nothing to save."""
+        """Raise Interrupted if the run is to end; called while the run starts, when there is nothing to save."""
         if self.received is not None:
             raise Interrupted
 
     def _deaf_at_the_end(self) -> None:
-        """Python takes the handlers away while it ends: a repeated order would change the exit status."""
+        """Ignore the signals from now on: Python removes its handlers at exit, and a signal would change the status."""
         if self.received is not None:
             for number in self._previous:
                 signal.signal(number, signal.SIG_IGN)
@@ -81,7 +91,7 @@ class Signals:
 
 
 def leave_orders_to_parent() -> None:
-    """In a worker: orders may reach the whole group, and the parent decides."""
+    """Ignore the signals in a worker: Ctrl-C reaches the whole process group, but the parent decides when to end."""
     for number in ORDERS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ORDERS)
@@ -89,7 +99,7 @@ def leave_orders_to_parent() -> None:
 
 @contextlib.contextmanager
 def orders_held_back() -> Iterator[None]:
-    """Orders wait meanwhile; a process that is started now has them blocked until it says what to do with them."""
+    """Block the signals within the context; a process started in it has them blocked until it unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ORDERS)
     try:
         yield
@@ -98,9 +108,9 @@ def orders_held_back() -> Iterator[None]:
 
 
 def die_with_parent(number: int, *, told: Collection[int] = (signal.SIGTERM,)) -> Callable[[], None]:
-    """Return what to call in a new process: the kernel sends it this signal when its parent has ended, however it did.
+    """Return a function for a new process to call: the kernel then sends it `number` when its parent has ended.
 
-    It obeys the signals it may be told, whatever its parent ignores.
+    The function also gives the signals in `told` their default effect, which the parent may have set to ignore.
     """
     prctl = ctypes.CDLL(None).prctl  # found before the fork: after it, little is safe to do
     parent = os.getpid()
@@ -108,13 +118,13 @@ def die_with_parent(number: int, *, told: Collection[int] = (signal.SIGTERM,)) -
     def settle() -> None:
         obey(*told)
         prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:  # it ended before the lines above
+        if os.getppid() != parent:  # the parent ended before the lines above
             os._exit(128 + number)
 
     return settle
 
 
 def obey(*numbers: int) -> None:
-    """In a child that this process tells to end by these signals: it obeys them, even if its parent ignores them."""
+    """Give signals their default effect, to end the process, in a child whose parent may have set them to ignore."""
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)

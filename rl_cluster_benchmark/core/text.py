@@ -1,9 +1,13 @@
-"""Figures and tables as text: on a screen, in Markdown."""
+"""Figures and tables as text, for screens and Markdown."""
 
 from __future__ import annotations
 
+import csv
+import datetime
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 NOTHING = "-"
 
@@ -11,7 +15,7 @@ Row = Sequence[str]
 
 
 def plain(text: str) -> str:
-    """Without the control characters that could drive a terminal: names of runs may come from strangers."""
+    """Replace control characters by "?": names of runs may come from strangers and must not drive a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -24,7 +28,7 @@ def decimal(value: float | None, places: int = 2) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """90 -> 1m 30s."""
+    """Format seconds for people: 90 becomes 1m 30s."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     minutes, rest = divmod(round(seconds), 60)
@@ -34,8 +38,22 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
 
 
+def timestamp() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line with the keys of the first row, and a line with the values of each."""
+    output = io.StringIO()
+    writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return output.getvalue()
+
+
 def table(head: Row, rows: Sequence[Row]) -> list[str]:
-    """Columns as wide as they need to be; figures to the right."""
+    """Format a table as lines, with columns as wide as their content and figures aligned to the right."""
     body = [[plain(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(head), *body]) for i in range(len(head))]
     numeric = [i > 0 and all(_is_figure(row[i]) for row in body) for i in range(len(head))]
@@ -59,7 +77,7 @@ def markdown_table(head: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def escape_markdown(text: str) -> str:
-    """A cell that shows what it holds: neither markup nor HTML nor the end of the cell."""
+    """Escape a text so that a Markdown cell shows it as it is: no markup, no HTML, no end of the cell."""
     text = plain(text).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     for mark in "|`*_[]":
         text = text.replace(mark, f"\\{mark}")

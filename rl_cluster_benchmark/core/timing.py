@@ -1,4 +1,4 @@
-"""Where the time goes: every second of a run belongs to one phase. And that it goes on: whoever watches is told."""
+"""Phases, to one of which every second of a run belongs, and beats, which tell a watchdog that the process goes on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("env", "inference", "update", "communication", "waiting")  # whatever is left is "other"
+PHASES = ("env", "inference", "update", "communication", "waiting")  # time outside them is "other"
 
-observer: Callable[[PhaseClock, float], None] | None = None  # of a profiled process: called when a phase begins or ends
+observer: Callable[[PhaseClock, float], None] | None = None  # called at each change of phase in a profiled process
 
 
 def _nobody(is_waiting: bool) -> None:
@@ -19,17 +19,18 @@ _told: Callable[[bool], None] = _nobody
 
 
 def on_beat(tell: Callable[[bool], None] | None) -> None:
-    """`tell` is called whenever this process gets on, with whether all it does now is wait; None ends that."""
+    """Set what is called whenever this process makes progress, with whether it now only waits; None for nothing."""
     global _told
     _told = tell or _nobody
 
 
 def beat(is_waiting: bool = False) -> None:
+    """Tell the watchdog, if there is one, that this process makes progress."""
     _told(is_waiting)
 
 
 class PhaseClock:
-    """Phases may nest; the time of an inner one is not counted for the outer one."""
+    """A clock that adds up the seconds of each phase; the time of a nested phase is not counted for the outer one."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -56,7 +57,7 @@ class PhaseClock:
         return outer
 
     def shares(self, total: float) -> dict[str, float]:
-        """Each phase's share of `total` seconds; "other" makes them add up to one."""
+        """Return each phase's share of `total` seconds, with the rest as "other", so that they add up to one."""
         total = max(total, sum(self.seconds.values()), 1e-9)  # workers' clocks may run a moment ahead of the parent's
         shares = {name: seconds / total for name, seconds in self.seconds.items()}
         return shares | {"other": 1.0 - sum(shares.values())}

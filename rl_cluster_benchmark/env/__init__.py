@@ -1,1 +1,1 @@
-"""The environments: Procgen and two toy games."""
+"""The environments: Procgen, two toy games, and the results that were published for Procgen."""

@@ -1,8 +1,8 @@
 """Procgen (and two toy environments) through EnvPool, behind one small vector-env interface.
 
 EnvPool resets on the *next* step: after an episode ends, `step` returns its true last frame, and the following `step`
-ignores the action and returns the first frame of a new episode. That extra transition is not experience; whoever
-steps a `VectorEnv` masks it out (see rollout.py).
+ignores the action and returns the first frame of a new episode. That extra transition is not experience; code that
+steps a `VectorEnv` masks it out (see experience/rollout.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Levels = Literal["train", "test", "all"]
 class Step(NamedTuple):
     observations: NDArray  # [N, *observation_shape]
     rewards: NDArray[np.float32]  # [N]
-    terminated: NDArray[np.bool_]  # [N] the episode ended: nothing follows
-    truncated: NDArray[np.bool_]  # [N] the episode was cut off: its value goes on
+    terminated: NDArray[np.bool_]  # [N] the episode ended: the value of what follows is zero
+    truncated: NDArray[np.bool_]  # [N] the episode was cut off: its last frame still has a value
 
 
 class Spaces(Protocol):
@@ -72,7 +72,7 @@ class EnvPoolEnv:
     def __init__(self, task: str, seeds: Sequence[int], num_threads: int, options: dict[str, object]) -> None:
         envpool = load_envpool()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # gymnasium's remarks about float32 boxes
+            warnings.simplefilter("ignore")  # gymnasium warns about float32 boxes
             try:
                 self._pool = envpool.make(
                     task,
@@ -110,7 +110,7 @@ def make_env(
     levels: Levels = "train",
     incarnation: int = 0,
 ) -> EnvPoolEnv:
-    """The environments numbered `env_ids` of the run, each with its own seed.
+    """Make the environments numbered `env_ids` of the run, each with its own seed.
 
     A resumed run passes another `incarnation`, so that it meets new levels instead of those it began with.
     """
@@ -136,10 +136,10 @@ def make_env(
 
 
 def level_range(config: EnvConfig, levels: Levels) -> tuple[int, int]:
-    """(start_level, num_levels) as Procgen understands them; num_levels 0 is every level there is.
+    """Return Procgen's (start_level, num_levels); num_levels 0 means every level there is.
 
-    `test` is every level above the training set: none of them was trained on. `all` is the published protocol's test,
-    which contains the training levels (200 in two thousand million).
+    `test` is every level above the training set, none of which was trained on. `all` is the test of the published
+    protocol, which contains the training levels (200 of two thousand million).
     """
     if levels == "all" or config.num_levels == 0:
         return 0, 0
@@ -151,10 +151,10 @@ def level_range(config: EnvConfig, levels: Levels) -> tuple[int, int]:
 
 @cache
 def load_envpool():  # type: ignore[no-untyped-def]
-    """Import EnvPool with the Qt libraries that its Procgen needs, or say what is missing."""
+    """Import EnvPool with the Qt libraries that its Procgen needs; raise a UserError that says what is missing."""
     if sys.version_info < (3, 12):
         _load_qt()
-    # Importing it imports all its games, and matplotlib with some of them: a second. These are the ones used here.
+    # By default EnvPool imports all its games, some of them with matplotlib, which takes a second.
     sys.modules.setdefault("envpool.entry", ModuleType("envpool.entry"))
     try:
         import envpool
@@ -167,7 +167,7 @@ def load_envpool():  # type: ignore[no-untyped-def]
 
 
 def _load_qt() -> None:
-    """EnvPool's wheels for Python 3.11 link to Qt 5 without bringing it; the wheel PyQt5-Qt5 does."""
+    """Load Qt 5 from the wheel PyQt5-Qt5: EnvPool's wheels for Python 3.11 link to it but do not contain it."""
     spec = importlib.util.find_spec("PyQt5")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("Procgen needs Qt 5 on Python 3.11; run: pip install PyQt5-Qt5.")

@@ -1,4 +1,4 @@
-"""What OpenAI published with the Procgen benchmark: score ranges, and the learning curves of its PPO.
+"""Results that OpenAI published with the Procgen benchmark: score ranges, and the learning curves of its PPO.
 
 Source: the train-procgen repository (MIT licence): the ranges of its constants, and the results of procgen 0.9.2 (three
 seeds, 64 environments, IMPALA-CNN), reduced to mean and standard deviation over seeds at a few steps.
@@ -37,20 +37,23 @@ class CurvePoint(NamedTuple):
 
 
 def normalized_score(env: EnvConfig, reward: float) -> float | None:
-    """None where no range is published: other difficulties, toy environments."""
+    """Return the reward scaled so that 0 and 1 are the published range; None where no range is published.
+
+    There is none for toy environments and for difficulties other than easy and hard.
+    """
     bounds = SCORE_RANGES.get(env.distribution_mode, {}).get(env.game or "")
     return (reward - bounds[0]) / (bounds[1] - bounds[0]) if bounds else None
 
 
 def changed_settings(env: EnvConfig) -> dict[str, object]:
-    """Return the settings that make it another task than the game with its difficulty and its number of levels."""
+    """Return the settings, except difficulty and number of levels, in which the task differs from Procgen's default."""
     usual = EnvConfig().model_dump()
     own = ("name", "distribution_mode", "num_levels", "num_envs", "seed")
     return {key: value for key, value in env.model_dump().items() if key not in own and value != usual[key]}
 
 
 def curve(env: EnvConfig, split: str = "train") -> list[CurvePoint]:
-    """The published PPO curve that a run on this environment compares with; empty where there is none."""
+    """Return the published PPO curve to compare a run on this environment with; an empty list where there is none."""
     if env.distribution_mode != "easy" or env.game is None or changed_settings(env):
         return []
     setting = {(200, 0): "easy-200", (0, 0): "easy-all"}.get((env.num_levels, env.start_level))

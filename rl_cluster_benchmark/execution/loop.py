@@ -8,10 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_cluster_benchmark.algorithms.a2c import A2C
-from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.on_policy import nothing_learned
-from rl_cluster_benchmark.algorithms.ppo import PPO
+from rl_cluster_benchmark.algorithms.registry import ALGORITHMS, LearningAlgorithm
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.seeding import integer_seed
@@ -24,9 +22,6 @@ from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.machine import process
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.nets.models import ActorCritic, make_model
-
-# A3C is A2C, executed by workers that do not wait for each other; in one process it is A2C.
-ALGORITHMS: dict[str, type[PPO] | type[A2C] | type[Impala]] = {"ppo": PPO, "a2c": A2C, "a3c": A2C, "impala": Impala}
 
 
 class Course(Protocol):
@@ -69,15 +64,15 @@ class Worker:
 
     config: Config
     model: ActorCritic
-    algorithm: PPO | A2C | Impala
+    algorithm: LearningAlgorithm
     collector: Collector
 
     @classmethod
     def build(
-        cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, course: Course,
-        checkpoint: dict[str, Any] | None, sharing: SharesExperience | None = None,
+        cls, config: Config, plan: Plan, *, env_ids: Sequence[int], reduce: Reducer, clock: PhaseClock,
+        incarnation: int, checkpoint: dict[str, Any] | None, sharing: SharesExperience | None = None,
     ) -> Worker:  # fmt: skip
-        env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=course.updates)
+        env = make_env(config.env, env_ids, num_threads=plan.num_threads, incarnation=incarnation)
         model, algorithm = build_algorithm(
             config, plan, env.observation_shape, env.num_actions, env_ids=env_ids, reduce=reduce, checkpoint=checkpoint,
             sharing=sharing,
@@ -89,11 +84,11 @@ class Worker:
             env_ids=env_ids,
             seed=config.env.seed,
             device=config.hardware.device,
-            clock=course.clock,
+            clock=clock,
             time_limit=config.training.time_limit,
         )
         if sharing is not None:
-            collector.rollout, collector.helping = sharing.rollout(), sharing.helping(model, course.clock)
+            collector.rollout, collector.helping = sharing.rollout(), sharing.helping(model, clock)
         return cls(config, model, algorithm, collector)
 
     def state(self) -> dict[str, Any]:
@@ -105,13 +100,13 @@ class Worker:
 def build_algorithm(
     config: Config, plan: Plan, observation_shape: Sequence[int], num_actions: int, *, env_ids: Sequence[int],
     reduce: Reducer, checkpoint: dict[str, Any] | None, sharing: SharesExperience | None = None,
-) -> tuple[ActorCritic, PPO | A2C | Impala]:  # fmt: skip
+) -> tuple[ActorCritic, LearningAlgorithm]:  # fmt: skip
     """The model as the run's seed or the checkpoint has it, and the algorithm that updates it."""
     pooling.available()  # checked before time counts
     torch.manual_seed(integer_seed(config.env.seed, "model"))
     precision = process.dtype(plan.precision)
     model = make_model(config.model, observation_shape, num_actions, config.hardware, precision, plan.engine)
-    algorithm = ALGORITHMS[config.algorithm](
+    algorithm = ALGORITHMS[config.algorithm].learning(
         config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce, sharing=sharing
     )
     if checkpoint is not None:
@@ -121,7 +116,7 @@ def build_algorithm(
 
 
 def state_of(
-    model: ActorCritic, algorithm: PPO | A2C | Impala, observation_shape: Sequence[int], num_actions: int
+    model: ActorCritic, algorithm: LearningAlgorithm, observation_shape: Sequence[int], num_actions: int
 ) -> dict[str, Any]:
     """What a checkpoint needs of a learner."""
     return {
@@ -168,7 +163,7 @@ def load_weights(model: ActorCritic, checkpoint: dict[str, Any]) -> None:
         ) from None
 
 
-def load_optimizer(algorithm: PPO | A2C | Impala, checkpoint: dict[str, Any]) -> None:
+def load_optimizer(algorithm: LearningAlgorithm, checkpoint: dict[str, Any]) -> None:
     try:
         algorithm.load_state_dict(checkpoint["algorithm"])
     except (RuntimeError, KeyError):

@@ -7,20 +7,16 @@ This relies on the order of stores: what a worker has written is seen by whoever
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
-from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
 
-LOOPBACK_INTERFACE = "lo"
 SMALL_SPARE = 64  # doubles besides the moments of an update's minibatches: counters, statistics
 VECTOR_SPARE = 64  # floats behind the gradient, for the loss statistics
 
@@ -106,41 +102,3 @@ class SharedMemoryReducer:
         self._meetings += 1
         self._arrivals[self.rank] = self._meetings
         wait_until(lambda: bool(self._arrivals.min() >= self._meetings), self.clock)
-
-
-class GlooReducer:
-    """The same through torch.distributed. It listens on the loopback interface only."""
-
-    def __init__(self, rank: int, num_workers: int, file: str, clock: PhaseClock) -> None:
-        import torch.distributed as dist
-
-        self.rank, self.num_workers, self.clock, self._dist = rank, num_workers, clock, dist
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE  # else the one that has this machine's name
-        store = dist.FileStore(file, num_workers)
-        # A worker that hangs or dies is the parent's to find: it does so long before this.
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_workers, timeout=timedelta(hours=1))
-
-    def vector(self, size: int) -> Tensor:
-        return torch.zeros(size)
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        with self.clock.phase("communication"):
-            self._dist.all_reduce(tensor)
-        return tensor
-
-    total = __call__
-
-
-def gloo_file() -> str:
-    """Make a file in memory through which workers that use Gloo find each other; it lasts as long as this process.
-
-    Unlike a port, it can be opened by processes of this user only.
-    """
-    return f"/proc/{os.getpid()}/fd/{os.memfd_create('rlcb-gloo', os.MFD_CLOEXEC)}"
-
-
-def join(means: SharedTensors | str, rank: int, num_workers: int, clock: PhaseClock) -> Reducer:
-    """A worker's end of either: through memory that the parent made, or through the file of a Gloo store."""
-    if isinstance(means, str):
-        return GlooReducer(rank, num_workers, means, clock)
-    return SharedMemoryReducer(means, rank, clock)

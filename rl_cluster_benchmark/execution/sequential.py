@@ -12,5 +12,8 @@ def train(run: Run) -> None:
     attach(0)
     reduce = Alone()
     env_ids = range(run.config.env.num_envs)
-    worker = Worker.build(run.config, run.plan, env_ids=env_ids, reduce=reduce, course=run, checkpoint=run.resumed_from)
+    worker = Worker.build(
+        run.config, run.plan, env_ids=env_ids, reduce=reduce, clock=run.clock, incarnation=run.updates,
+        checkpoint=run.resumed_from,
+    )  # fmt: skip
     learn(worker, run, reduce)

@@ -1,1 +1,1 @@
-"""What happened in the environments, and what it was worth."""
+"""Rollouts, their collection, and the targets that are computed from their rewards."""

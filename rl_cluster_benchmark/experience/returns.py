@@ -1,4 +1,4 @@
-"""Targets from rewards and values, as pure functions of [T, N] tensors."""
+"""Value targets and advantages from rewards and values: GAE and V-trace, as pure functions of [T, N] tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation: (advantages, value targets), both [T, N].
+    """Return (advantages, value targets) of generalised advantage estimation, both [T, N].
 
     `values[t + 1]` after an episode's last step is the value of its true last frame: a truncated episode bootstraps
     from it, a terminated one from zero. The sum never crosses the end of an episode.
@@ -69,9 +69,9 @@ def vtrace(
 
 
 def from_the_end(terms: Tensor, decay: Tensor, last: Tensor) -> Tensor:
-    """[T, N]: sums[t] = terms[t] + decay[t] * sums[t + 1], with `last`, [N], behind the last.
+    """Return sums, [T, N], with sums[t] = terms[t] + decay[t] * sums[t + 1] and `last`, [N], in place of sums[T].
 
-    By numpy, whose small operations take a fraction of torch's time.
+    It is computed with numpy, whose small operations take a fraction of torch's time.
     """
     sums = torch.empty_like(terms)
     steps = zip(sums.numpy()[::-1], terms.numpy()[::-1], decay.numpy()[::-1], strict=True)

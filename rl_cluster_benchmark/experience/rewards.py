@@ -1,4 +1,4 @@
-"""Reward normalisation as in the Procgen paper: rewards over the running std of the discounted return."""
+"""Reward normalisation as in the Procgen paper: rewards divided by the running std of the discounted return."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CLIP = 10.0
 
 
 class DiscountedReturns:
-    """Of the open episodes of some environments. Whoever steps them keeps these: they go on from rollout to rollout."""
+    """The discounted returns of some environments' open episodes, kept from rollout to rollout."""
 
     def __init__(self, num_envs: int, gamma: float) -> None:
         self.gamma = gamma
         self.returns = torch.zeros(num_envs, dtype=torch.float64)
 
     def moments(self, rollout: Rollout) -> Tensor:
-        """[N, 3] per environment: how many, their sum, the sum of their squares. Resets are left out."""
+        """Return the moments of a rollout's discounted returns without resets, [N, 3]: count, sum, sum of squares."""
         returns = torch.empty(rollout.rewards.shape, dtype=torch.float64)  # [T, N]
         ended = rollout.terminated | rollout.truncated
         for t, rewards in enumerate(rollout.rewards):
@@ -38,13 +38,13 @@ class RewardScale:
         self.mean, self.variance, self.count = 0.0, 1.0, 1e-4
 
     def add(self, count: float, total: float, squares: float) -> None:
-        """Moments of new returns."""
+        """Add new returns, given by their count, their sum and the sum of their squares."""
         if count > 0:
             mean = total / count
             self.merge(count, mean, max(0.0, squares / count - mean * mean))
 
     def merge(self, count: float, mean: float, variance: float) -> None:
-        """Chan's formula."""
+        """Merge the mean and the variance of `count` other returns into these, by Chan's formula."""
         delta, new_count = mean - self.mean, self.count + count
         spread = delta * delta * self.count * count / new_count
         self.variance = (self.variance * self.count + variance * count + spread) / new_count
@@ -63,6 +63,7 @@ class RewardScale:
 
 
 def scaled(rewards: Tensor, divisor: float) -> Tensor:
+    """Return the rewards divided by `divisor` and clipped to ±10."""
     return (rewards / divisor).clamp(-CLIP, CLIP)
 
 

@@ -1,4 +1,4 @@
-"""Experience: a preallocated rollout, and the collector that fills it by stepping environments with a policy.
+"""Rollouts: preallocated experience, and the collector that fills it by stepping environments with a policy.
 
 Slot t of an environment holds the observation, the action taken on it, and what the step gave. After an episode's
 last slot comes one slot with the episode's true last frame, whose action EnvPool ignores: it is no experience
@@ -26,9 +26,9 @@ TimeLimit = Literal["bootstrap", "terminal"]
 
 
 class Episode(NamedTuple):
-    reward: float  # raw
+    reward: float  # sum of the raw rewards
     length: int
-    slot: int  # of the rollout, in which it ended
+    slot: int  # the slot of the rollout in which it ended
     env_id: int
 
 
@@ -36,15 +36,15 @@ class Episode(NamedTuple):
 class Rollout:
     observations: Tensor  # [T, N, *observation_shape] as the environment gave them
     actions: Tensor  # [T, N] int64
-    log_probs: Tensor  # [T, N] of the actions, when they were taken
+    log_probs: Tensor  # [T, N] of the actions, under the policy that took them
     values: Tensor  # [T, N] of the observations, when the actions were taken
     rewards: Tensor  # [T, N] raw
     terminated: Tensor  # [T, N] bool
     truncated: Tensor  # [T, N] bool
     valid: Tensor  # [T, N] bool
     last_observations: Tensor  # [N, *observation_shape] after the last slot
-    last_values: Tensor  # [N] of those
-    episodes: list[Episode] = field(default_factory=list)  # that ended in this rollout
+    last_values: Tensor  # [N] of last_observations
+    episodes: list[Episode] = field(default_factory=list)  # those that ended in this rollout
 
     @classmethod
     def allocate(cls, n_steps: int, env: VectorEnv) -> Rollout:
@@ -65,24 +65,24 @@ class Rollout:
 
     @property
     def num_steps(self) -> int:
-        """Environment steps in it, resets not counted."""
+        """Return the number of environment steps in the rollout, not counting resets."""
         return int(self.valid.sum())
 
 
 class RolloutHelper(Protocol):
-    """Workers that compute features for each other: see execution/helping.py."""
+    """Lets workers compute features for each other: see execution/in_step/helping.py."""
 
     def features(self, t: int) -> Tensor:
-        """Of the observations in slot t of the rollout."""
+        """Return the features of the observations in slot t of the rollout, [N, F]."""
         ...
 
     def finish(self, index: int) -> None:
-        """Rollout number `index` needs no more of them."""
+        """Say that rollout number `index` is complete or given up, and help the other workers with theirs."""
         ...
 
 
 class Collector:
-    """Steps its environments with the model and keeps the open episodes between rollouts."""
+    """Steps environments with the model's policy and keeps their open episodes between rollouts."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Collector:
 
     @torch.inference_mode()
     def collect(self, index: int, should_stop: Callable[[], bool]) -> Rollout | None:
-        """Rollout number `index` of the run; None when asked to stop in the middle (what was collected is dropped)."""
+        """Collect rollout number `index` of the run; return None, and drop what was collected, if asked to stop."""
         rollout = self.collect_unroll(index, should_stop)
         if rollout is not None:
             with self.clock.phase("inference"):
@@ -119,11 +119,11 @@ class Collector:
 
     @torch.inference_mode()
     def collect_unroll(self, index: int, should_stop: Callable[[], bool]) -> Rollout | None:
-        """The same without the values of the last observations, for a learner that finds them itself."""
+        """Collect a rollout without the values of the last observations, which IMPALA's learner computes itself."""
         rollout = self.rollout
         rollout.episodes = []
         act = self._acting(self._noise(index))
-        # To write to them through numpy takes a fraction of the time.
+        # Writing to the tensors through numpy takes a fraction of torch's time.
         seen, valid, actions = rollout.observations.numpy(), rollout.valid.numpy(), rollout.actions.numpy()
         log_probs, values = rollout.log_probs.numpy(), rollout.values.numpy()
         rewards, terminated, truncated = (
@@ -148,13 +148,13 @@ class Collector:
         return rollout
 
     def _features(self, t: int) -> Tensor:
-        """Of the observations in slot t, which are the newest."""
+        """Return the features of the newest observations, which are those in slot t, [N, F]."""
         if self.helping is not None:
             return self.helping.features(t)
         return self.model.features(torch.from_numpy(self.observations).to(self.device))
 
     def _acting(self, noise: Tensor) -> Callable[[int, Tensor], heads.Choice]:
-        """What chooses the actions of slot t from its features."""
+        """Return the function that chooses the actions of slot t from its features [N, F]."""
         model = self.model
         if heads.suit(model.policy_head, torch.device(self.device)):
             return heads.Acting(model.policy_head, model.value_head, noise)
@@ -168,7 +168,7 @@ class Collector:
         return act
 
     def _noise(self, index: int) -> Tensor:
-        """Gumbel noise [T, N, A], drawn per environment so that the split over workers does not change it."""
+        """Return Gumbel noise [T, N, A], drawn per environment so that it does not depend on the number of workers."""
         shape = (self.n_steps, self.env.num_actions)
         draws = [
             stream(self.seed, "action", index, env_id).standard_exponential(shape, dtype=np.float32)
@@ -181,7 +181,7 @@ class Collector:
         self.episode_rewards += rewards * playing
         self.episode_lengths += playing
         for i in np.flatnonzero(ended).tolist():
-            if np.isfinite(self.episode_rewards[i]):  # else its rewards are counted as bad (algorithms/bad_numbers.py)
+            if np.isfinite(self.episode_rewards[i]):  # else its rewards are counted as bad (learning/bad_numbers.py)
                 reward, length = float(self.episode_rewards[i]), int(self.episode_lengths[i])
                 self.rollout.episodes.append(Episode(reward, length, t, self.env_ids[i]))
             self.episode_rewards[i], self.episode_lengths[i] = 0.0, 0
@@ -189,5 +189,5 @@ class Collector:
 
 
 def sample(logits: Tensor, gumbel_noise: Tensor) -> Tensor:
-    """Actions [N] distributed as softmax(logits): the Gumbel-max trick."""
+    """Return actions [N] distributed as softmax(logits), by the Gumbel-max trick."""
     return (logits + gumbel_noise).argmax(-1)

@@ -1,1 +1,1 @@
-"""The C code, its compilation, and its place in torch."""
+"""Networks, heads, losses and pooling in C: the sources, their compilation, and how torch code calls them."""

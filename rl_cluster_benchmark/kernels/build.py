@@ -1,6 +1,7 @@
-"""Compiling the C sources beside this file for the CPU at hand, once, into the user's cache.
+"""Compiles the C sources beside this file for this machine's CPU, once, into the user's cache.
 
-RLCB_KERNEL_FLAGS adds flags for the compiler, such as those of its sanitizers (tests/sanitizers): another library.
+RLCB_KERNEL_FLAGS adds compiler flags, such as those of the sanitizers (tests/sanitizers); the cache then keeps a
+separate library.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _has_said = False
 
 
 def load(source: str, includes: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """The compiled library; None without a compiler, with one that cannot compile it, or with RLCB_NO_KERNELS set."""
+    """Return the compiled library, or None if there is no compiler, it fails, or RLCB_NO_KERNELS is set."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None or os.environ.get("RLCB_NO_KERNELS"):
         return None
@@ -50,41 +51,41 @@ def load(source: str, includes: Sequence[str] = ()) -> ctypes.CDLL | None:
 
 
 def _from_cache(compiler: str, files: Sequence[Path]) -> ctypes.CDLL:
-    """The library for these sources and this CPU; compiled now if it is not there, or cannot be used."""
+    """Return the library for these sources and this CPU; compile it if the cache has none that can be loaded."""
     text = b"".join(file.read_bytes() for file in files)
     key = hashlib.sha256(text + " ".join((compiler, *_flags(), _cpu())).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_cluster_benchmark"
     library = cache / f"{files[0].stem}-{key}.so"
     if _is_whole(library):
-        with contextlib.suppress(OSError):  # it needs a C library that is not the one here
+        with contextlib.suppress(OSError):  # another machine with another C library may have compiled it
             return ctypes.CDLL(str(library))
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for leftover in cache.glob(f"{TEMPORARY}*"):  # of a process that was killed while it compiled
+    for leftover in cache.glob(f"{TEMPORARY}*"):  # folders of processes that were killed while they compiled
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime > 2 * COMPILE_SECONDS:
                 shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(dir=cache, prefix=TEMPORARY) as folder:
         built = _compiled(compiler, files[0], folder)
         _seal(built)
-        os.replace(built, library)  # others may be doing the same now
+        os.replace(built, library)  # atomic: other processes may be compiling the same library now
     return ctypes.CDLL(str(library))
 
 
 def _flags() -> tuple[str, ...]:
-    """Return the compiler's flags; RLCB_KERNEL_FLAGS adds some, a sanitizer's for example."""
+    """Return the compiler flags, those of RLCB_KERNEL_FLAGS included."""
     return (*FLAGS, *shlex.split(os.environ.get("RLCB_KERNEL_FLAGS", "")))
 
 
 def _compiled(compiler: str, source: Path, folder: str) -> Path:
     built = Path(folder, "built.so")
     command = [compiler, *_flags(), str(source), "-o", str(built)]
-    own_files = os.environ | {"TMPDIR": folder}  # the compiler's own go with the folder, however this ends
+    own_files = os.environ | {"TMPDIR": folder}  # so the compiler's temporary files are removed with the folder
     subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, env=own_files)
     return built
 
 
 def _seal(library: Path) -> None:
-    """Add the file's hash to it: a machine that crashes may leave half a file, and loading that ends the process."""
+    """Append the file's hash to it: a crash of the machine may leave half a file, and loading that ends the process."""
     with open(library, "r+b") as file:
         file.write(hashlib.sha256(file.read()).digest())
         file.flush()
@@ -100,7 +101,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def _say_once(problem: Exception) -> None:
-    """In the process that the user has started, not in those that it starts."""
+    """Print a warning that the library cannot be cached, once, and not in worker processes."""
     global _has_said
     if not _has_said and "rl_cluster_benchmark.execution.preload" not in sys.modules:
         _has_said = True
@@ -112,7 +113,7 @@ def _say_once(problem: Exception) -> None:
 
 
 def _cpu() -> str:
-    """-march=native means something else on another CPU."""
+    """Return the CPU's instruction sets, which are part of the cache key because of -march=native."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

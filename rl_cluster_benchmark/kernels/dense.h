@@ -1,4 +1,4 @@
-/* A linear layer with ReLU on one core, forward and backward, and the pieces that it shares with convolutions. */
+/* A linear layer with ReLU on one core, forward and backward, and functions that it shares with the convolutions. */
 #include "pass.h"
 #include "tiles.h"
 
@@ -8,23 +8,23 @@ typedef struct {
     int features, width;
     bf16 *forward, *backward;     /* packed weights */
     float *bias;
-    int capacity;                 /* samples that there is room for: */
+    int capacity;                 /* samples that the next three buffers have room for */
     bf16 *inputs, *grad_inputs;   /* [samples][features] */
-    bf16 *grad;                   /* of the output, its transpose, and room for 16 features of all samples */
-    bf16 *room;                   /* of dense_products */
+    bf16 *grad;                   /* gradient of the output, its transpose, and room for 16 features of all samples */
+    bf16 *room;                   /* buffer of dense_products */
     long room_size;
 } Dense;
 
-/* Where a backward pass leaves a row for each sample, if anywhere, instead of adding to the gradient of the layer's weights. */
+/* Where a backward pass writes a row for each sample, or NULLs: then it adds to the gradient of the layer's weights. */
 typedef struct {
     bf16 *inputs, *slopes; /* [samples][features], [samples][width] */
 } Rows;
 
-/* The observations of a pass: some rows of many, or, without rows, all from the first on. */
+/* The observations of a pass: those with the numbers in `rows`, or, where that is NULL, all from the first on. */
 typedef struct {
     const uint8_t *first;
     const int64_t *rows;
-    long size; /* of one, in bytes */
+    long size; /* bytes of one observation */
 } Images;
 
 INLINE const uint8_t *image(Images images, long i) { return images.first + (images.rows ? images.rows[i] : i) * images.size; }
@@ -47,8 +47,8 @@ INLINE __m512 where_positive(const bf16 *mask, __m512 values) {
     return _mm512_maskz_mov_ps(_mm256_cmpgt_epi16_mask(bits, _mm256_setzero_si256()), values);
 }
 
-/* 32 pixels of 16 channels -> out[16][32]; adds the sum over the pixels to *total. Of the pixels, `run` lie in a row, then
- * two that belong to a frame are left out. */
+/* 32 pixels of 16 channels -> out[16][32]; adds the sum over the pixels to *total. After every `run` pixels, two
+ * pixels of the frame are skipped. */
 INLINE void transpose_block(const int run, const bf16 *image, int channels, bf16 *out, long stride, __m512 *total) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     __m512i pairs[16];
@@ -63,7 +63,8 @@ INLINE void transpose_block(const int run, const bf16 *image, int channels, bf16
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + i * stride, pairs[i]);
 }
 
-/* gradient[16 rows][16] += left[16][2 pairs] x right; for `count` (1 or 3) right matrices and gradients, spaced by steps. */
+/* gradient[16 rows][16] += left[16][2 pairs] x right; for `count` (1 or 3) right matrices and gradients, spaced by
+ * steps. */
 INLINE void add_products(const int count, const bf16 *left, long stride, const bf16 *right, long right_step, int pairs,
                          float *gradient, long row, long gradient_step) {
 #if AMX
@@ -103,7 +104,7 @@ INLINE void add_products(const int count, const bf16 *left, long stride, const b
 #endif
 }
 
-/* sums[16][16 columns] = left[16 rows][2 pairs] x packed, of which the caller wants `rows` rows. */
+/* sums[16][16 columns] = left[16 rows][2 pairs] x packed; the caller uses only the first `rows` rows. */
 INLINE void multiply_rows(const bf16 *left, long stride, int rows, const bf16 *packed, int pairs, float sums[16][LANES]) {
 #if AMX
     (void)rows;
@@ -125,7 +126,7 @@ INLINE void multiply_rows(const bf16 *left, long stride, int rows, const bf16 *p
 #endif
 }
 
-/* out[count][width] = relu(inputs x weights + bias), of the samples from number `first` on. */
+/* out[count][width] = relu(inputs x weights + bias) for the samples from number `first` on. */
 static void dense_forward(const Dense *dense, int first, int count, float *out) {
     const int pairs = dense->features / 2;
     const bf16 *inputs = dense->inputs + (long)first * dense->features;
@@ -142,7 +143,7 @@ static void dense_forward(const Dense *dense, int first, int count, float *out) 
     }
 }
 
-/* From d loss / d out of these samples to d loss / d inputs, where those are positive. */
+/* From d loss / d out to d loss / d inputs, which is zero where an input is not positive, as it comes from a ReLU. */
 static void dense_return(const Dense *dense, int first, int count, const float *out, const float *grad_out) {
     const int features = dense->features, width = dense->width;
     bf16 *grad = dense->grad + (long)first * width;
@@ -172,7 +173,8 @@ static void pair_samples(const bf16 *inputs, int features, long samples, bf16 *o
     }
 }
 
-/* Of all samples of a pass: add to the layer's gradients, or leave the rows that its weights' gradient is made of. */
+/* Add to the layer's gradients for all samples of a pass; with `rows`, only to that of the bias, and write the rows
+ * from which the weights' gradient can be computed. */
 static void dense_gradients(const Dense *dense, int batch, Gradient gradient, Rows rows) {
     const int features = dense->features, width = dense->width, padded = (int)round_up(batch, 32);
     bf16 *transposed = dense->grad + (long)padded * width, *paired = transposed + (long)padded * width;
@@ -197,11 +199,12 @@ static void dense_gradients(const Dense *dense, int batch, Gradient gradient, Ro
     }
 }
 
-/* weights[width][features], columns `first` to `last`, multiples of 16: slopes^T x inputs, the gradient of the layer's
- * weights. Behind the rows of the samples are zeros, up to a multiple of 32. 0 if there is no memory. */
+/* Write columns `first` to `last`, multiples of 16, of the gradient of the layer's weights, [width][features]:
+ * slopes^T x inputs. After the rows of the samples come zeros, up to a multiple of 32. Returns 0 if there is no
+ * memory. */
 static int dense_products(Dense *dense, Rows rows, int samples, int first, int last, float *weights) {
     const int features = dense->features, width = dense->width;
-    /* Rows of a tile must not share a set of the cache: an odd number of its lines apart. */
+    /* Rows are an odd number of cache lines apart, so that those of a tile do not fall into the same set of the cache. */
     const long padded = round_up(samples, 32), stride = (padded / 32 | 1) * 32;
     const long size = width * stride + 3 * LANES * padded;
     if (size > dense->room_size) {
@@ -229,7 +232,7 @@ static int dense_products(Dense *dense, Rows rows, int samples, int first, int l
     return 1;
 }
 
-/* 16 rows of floats, `count` long -> packed pairs along the row. */
+/* 16 rows of `count` floats -> bfloat16, packed in pairs along the row. */
 static void pack_rows(const float *rows, long stride, int count, bf16 *out) {
     for (int k = 0; k < count; k += 32) {
         __m512i words[16];
@@ -257,7 +260,7 @@ static void dense_pack(const Dense *dense, const float *weights, const float *bi
         }
 }
 
-/* 0 if the width is not one that this code computes, or there is no memory. */
+/* Returns 0 if the width is not a multiple of 32, or there is no memory. */
 static int dense_create(Dense *dense, int features, int width) {
     if (width % 32 || width < 32) return 0;
     dense->features = features, dense->width = width;
@@ -267,7 +270,7 @@ static int dense_create(Dense *dense, int features, int width) {
     return dense->forward && dense->backward && dense->bias;
 }
 
-/* Room for `samples`, a multiple of 32. 0 if there is no memory. */
+/* Make room for `samples`, a multiple of 32. Returns 0 if there is no memory. */
 static int dense_reserve(Dense *dense, long samples) {
     if (samples <= dense->capacity) return 1;
     free(dense->inputs), free(dense->grad_inputs), free(dense->grad);

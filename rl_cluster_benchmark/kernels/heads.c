@@ -1,11 +1,13 @@
-/* What lies behind the features: the policy head and the value head; in acting, the choice of an action; in a training pass
- * of PPO and A2C, the losses of each sample and the way back to the features. And a whole minibatch of these, for which it
- * calls the network.
+/* The policy head and the value head: choosing actions, and, in training passes of PPO and A2C, the losses of each
+ * sample and their gradient at the heads and the features. Also whole minibatches, for which this code calls the
+ * network.
  *
- * In torch a training pass has some sixty small operations here. Between two passes of the network, which have pushed
- * everything else out of the cache, they take as long as the network takes for one or two images; here, microseconds.
+ * In torch this part of a training pass takes some sixty small operations. Between two passes of the network, which
+ * push everything else out of the cache, they take as long as the network takes for one or two images; here,
+ * microseconds.
  *
- * The formulas are those of rollout.py, algorithms/ppo.py, a2c.py and passes.py. Everything is float32; weights are [outputs, features].
+ * The formulas are those of experience/rollout.py, algorithms/ppo.py, algorithms/a2c.py and learning/network_pass.py.
+ * Everything is float32; weights are [outputs, features].
  */
 #include <math.h>
 #include <string.h>
@@ -17,9 +19,9 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
-    float advantage_mean, advantage_scale; /* advantages are normalised by these */
-    float num_samples;                     /* in the minibatch */
-    float clip_range;                      /* of PPO; negative for A2C's plain policy gradient */
+    float advantage_mean, advantage_scale; /* advantages are normalised with these */
+    float num_samples;                     /* samples of the minibatch that are experience */
+    float clip_range;                      /* PPO's; negative for A2C's plain policy gradient */
     int32_t clip_values;
     float value_coefficient, entropy_coefficient;
 } Objective;
@@ -29,16 +31,16 @@ typedef struct {
     const float *policy_weight, *policy_bias, *value_weight, *value_bias;
 } Heads;
 
-/* Where passes add to: the gradients of the network's layers, those of the heads, the five statistics. */
+/* The memory that passes add to: gradients of the network's layers and of the heads, and the five statistics. */
 typedef struct {
     const Gradient *trunk;
     float *policy_weight, *policy_bias, *value_weight, *value_bias, *statistics;
-    float *written[2]; /* everything that they add to, in two runs: it is cleared first */
+    float *written[2]; /* the same memory as two contiguous runs, for clearing it */
     long sizes[2];
 } Vector;
 
-/* A minibatch: what is known of its samples, [T * N] of the whole batch each; and of the pass at hand the rows in it, and
- * where to add to. */
+/* A minibatch: data of all samples of the batch, [T * N] each; and for the current pass, its samples' rows in the
+ * batch and the vector that it adds to. */
 typedef struct {
     Heads heads;
     Objective objective;
@@ -64,7 +66,7 @@ INLINE void add_scaled(long count, float scale, const float *from, float *to) {
     for (long i = 0; i < count; i++) to[i] += scale * from[i];
 }
 
-/* NaN stays NaN in both. */
+/* These two return NaN where an argument is NaN. */
 INLINE float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 INLINE float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
@@ -88,7 +90,7 @@ INLINE void logits_of(const Heads *heads, const float *x, float *logits) {
         logits[j] = dot(heads->width, x, heads->policy_weight + j * heads->width) + heads->policy_bias[j];
 }
 
-/* Of each sample, the action whose logit and noise together are largest, its log-probability, and the value. */
+/* Write for each sample the action with the largest sum of logit and noise, its log-probability, and the value. */
 void heads_act(const Heads *heads, long count, const float *features, const float *noise, int64_t *actions, float *log_probs,
                float *values) {
     float logits[MAX_ACTIONS], policy[MAX_ACTIONS];
@@ -120,8 +122,8 @@ INLINE Sloped value_loss(const Objective *to, float value, float old_value, floa
     return (Sloped){0.5f * larger(loss, clipped), is_flat ? 0 : error};
 }
 
-/* For samples of the pass with these features, from number `first` on: add to the gradients of the heads and to the five
- * statistics, write the gradient of the features. */
+/* For `count` samples of the pass, from number `first` on, with these features: add to the gradients of the heads and
+ * to the five statistics, and write the gradient of the features. */
 Losses heads_pass;
 void heads_pass(const void *context, long first, long count, const float *features, float *features_gradient) {
     const Minibatch *minibatch = context;
@@ -166,20 +168,20 @@ void heads_pass(const void *context, long first, long count, const float *featur
     }
 }
 
-/* ---- A minibatch, from the observations on: the network is in another library ------------------------------------------ */
+/* ---- A minibatch, the network included, which is in another library ----------------------------------------------------- */
 
 typedef struct {
     void *network;
     Train *train;
     const uint8_t *observations;
-    long most;                          /* samples of a pass */
-    uint16_t *row_inputs, *row_slopes;  /* if passes leave rows of the hidden layer, one for each sample of the minibatch */
-    long features, width;               /* of these */
+    long most;                          /* samples of a pass, at most */
+    uint16_t *row_inputs, *row_slopes;  /* rows of the hidden layer, one for each sample of the minibatch, or NULL */
+    long features, width;               /* lengths of these rows */
     double *seconds;
 } Trunk;
 
-/* Add the gradient of some samples, which have their place in the minibatch, to a vector, or write it there, if that is to be
- * cleared first. How many there were; -1 if there is no memory. */
+/* Add the gradient of `count` samples, whose first is number `place` of the minibatch, to a vector, which is cleared
+ * first if `clear`. Returns `count`; -1 if there is no memory. */
 long minibatch_add(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, long count, long place, const Vector *to,
                    int clear) {
     minibatch->to = to;
@@ -195,8 +197,9 @@ long minibatch_add(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows
     return count;
 }
 
-/* Write those of pieces of shared samples, whose numbers are taken from a pipe until it is empty: each has bounds among the
- * rows and a vector of its own. */
+/* Take numbers of pieces of shared samples from a pipe until it is empty, and write each piece's gradient to its own
+ * vector. Piece i is rows[bounds[i]] to rows[bounds[i + 1] - 1]. Returns the number of samples; -1 if there is no
+ * memory. */
 long minibatch_take(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, const int64_t *bounds, long place,
                     const Vector *vectors, int pipe) {
     long samples = 0;

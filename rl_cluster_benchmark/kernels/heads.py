@@ -1,7 +1,7 @@
-"""What lies behind the features, in C. heads.c says what and why; here is acting, in minibatch.py is training.
+"""The policy and value heads in C (heads.c): choosing actions here, training in minibatch_pass.py.
 
-It is compiled when there is a compiler; whether it computes what the formulas in torch do, tests find out
-(tests/test_heads.py): it is plain C, the same for every CPU.
+heads.c is compiled where there is a compiler, and not compared with torch at run time as the networks are: it is plain
+C, the same for every CPU, and tests/test_heads.py compares it with the formulas in torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rl_cluster_benchmark.kernels import build
 
 MAX_ACTIONS = 256
 Choice = tuple[NDArray[Any], ...]
-"""Actions, their log-probabilities and the values of the observations, [N] each."""
+"""Chosen actions, their log-probabilities and the values of the observations, [N] each."""
 
 
 class Heads(ctypes.Structure):
-    """Where the weights lie: as in heads.c."""
+    """The sizes of the two heads and the addresses of their weights: `Heads` in heads.c."""
 
     _fields_ = (
         ("width", ctypes.c_long),
@@ -41,7 +41,7 @@ class Heads(ctypes.Structure):
 
 
 class ObjectiveInC(ctypes.Structure):
-    """What a sample costs: as in heads.c."""
+    """The coefficients of the losses of PPO or A2C: `Objective` in heads.c."""
 
     _fields_ = (
         ("advantage_mean", ctypes.c_float),
@@ -55,7 +55,7 @@ class ObjectiveInC(ctypes.Structure):
 
 
 class Acting:
-    """Chooses actions, step after step, with Gumbel noise [T, N, A]."""
+    """Chooses the actions of a rollout step by step, with Gumbel noise [T, N, A]."""
 
     def __init__(self, policy: nn.Linear, value: nn.Linear, noise: Tensor) -> None:
         self._heads, self._noise = Heads.of(policy, value), noise.contiguous()
@@ -65,7 +65,7 @@ class Acting:
         self._pointers, self._chosen = pointers(chosen), tuple(tensor.numpy() for tensor in chosen)
 
     def __call__(self, t: int, features: Tensor) -> Choice:
-        """Of step t, from the features of its observations, [N, F]; to be read before the next call."""
+        """Return the choice for step t from the features [N, F]; the next call overwrites the returned arrays."""
         features = features.contiguous()
         noise = self._noise.data_ptr() + t * self._noise_step
         compiled().heads_act(ctypes.byref(self._heads), len(features), features.data_ptr(), noise, *self._pointers)
@@ -73,6 +73,7 @@ class Acting:
 
 
 def suit(policy: nn.Linear, device: torch.device) -> bool:
+    """Return whether the heads of a model can be computed in C."""
     return device.type == "cpu" and policy.out_features <= MAX_ACTIONS and available()
 
 

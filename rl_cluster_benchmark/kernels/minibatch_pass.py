@@ -1,7 +1,8 @@
-"""A minibatch of PPO or A2C in C, from the observations to the losses and back: heads.c calls the network of network.c.
+"""A minibatch of PPO or A2C in C, from the observations to the losses and back.
 
-Between two passes of the network nothing else is left in the cache, and Python takes as long there as several samples
-do. So a worker's own samples are one call, and all the pieces of shared work that it gets are another.
+heads.c calls the network in network.c or nature.c. A worker's own samples are one call, and all the pieces of shared
+work that it gets are another: between two passes of the network, which push everything else out of the cache, Python
+code takes as long as several samples.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.kernels.native_network import NO_MEMORY, HiddenRows, NativeTrunk
 
-MOST_IN_A_CALL = 512  # samples: a signal waits for its end
+MOST_IN_A_CALL = 512  # samples; Python handles a signal only after the call
 
 
 class Vector(ctypes.Structure):
-    """Where passes add to: as in heads.c."""
+    """The addresses that passes add gradients and statistics to: `Vector` in heads.c."""
 
     _fields_ = (
         ("trunk", ctypes.c_void_p),
@@ -34,14 +34,17 @@ class Vector(ctypes.Structure):
 
 
 class Vectors:
-    """Gradient vectors for the code in C."""
+    """The gradient vectors of a learner as an array that the C code can read."""
 
     def __init__(self, vectors: Iterable[tuple[Sequence[Tensor], Tensor, Sequence[Tensor]]]) -> None:
-        """Of each: the parts of the model's parameters, in their order; the statistics; everything, in two runs."""
+        """Take for each vector the gradients of the model's parameters in order, the statistics, and memory to clear.
+
+        That memory is everything that passes write to, as two contiguous tensors.
+        """
         made, self._layers = [], []
         for parts, statistics, written in vectors:
             *trunk, policy_weight, policy_bias, value_weight, value_bias = heads.pointers(parts)
-            layers = (ctypes.c_void_p * len(trunk))(*trunk)  # weights and bias of each
+            layers = (ctypes.c_void_p * len(trunk))(*trunk)  # weights and bias of each layer
             self._layers.append(layers)
             runs, sizes = (ctypes.c_void_p * 2)(*heads.pointers(written)), (ctypes.c_long * 2)(*map(len, written))
             of_heads = (policy_weight, policy_bias, value_weight, value_bias, statistics.data_ptr())
@@ -76,41 +79,32 @@ class _Trunk(ctypes.Structure):
     )
 
 
-class HeadsPass:
-    """Heads and losses of a minibatch, behind any network."""
-
-    def __init__(
-        self, policy: nn.Linear, value: nn.Linear, batch: Sequence[Tensor], objective: heads.ObjectiveInC
-    ) -> None:
-        """`batch`: the actions, their log-probabilities, values, advantages, returns and weights of all samples."""
-        self.in_c = _Minibatch(heads.Heads.of(policy, value), objective, *heads.pointers(batch))
-        self._batch = batch  # kept: the code in C has addresses only
-
-    def __call__(self, features: Tensor, rows: Tensor, vector: int) -> Tensor:
-        """Add to the vector's gradients of the heads and statistics; returns the gradient of the features, [B, F]."""
-        gradient = torch.empty_like(features)
-        self.in_c.rows, self.in_c.to = rows.data_ptr(), vector
-        call = heads.compiled().heads_pass
-        call(ctypes.byref(self.in_c), 0, len(features), features.data_ptr(), gradient.data_ptr())
-        return gradient
-
-
 class MinibatchInC:
-    """The network included."""
+    """Computes gradients of a minibatch, network, heads and losses, in C."""
 
     def __init__(
-        self, trunk: NativeTrunk, observations: Tensor, behind: HeadsPass, *, most: int, rows: HiddenRows | None
-    ) -> None:
-        """Passes are of `most` samples; they leave rows of the hidden layer there, or add to its gradient."""
+        self, trunk: NativeTrunk, observations: Tensor, of_heads: heads.Heads, objective: heads.ObjectiveInC,
+        targets: Sequence[Tensor], *, most: int, rows: HiddenRows | None,
+    ) -> None:  # fmt: skip
+        """Prepare a minibatch whose samples are rows of this batch.
+
+        `targets` are the actions, log-probabilities, values, advantages, returns and weights of all samples of the
+        batch. A pass takes at most `most` samples. It writes a row for each of them to the hidden layer's `rows`, or,
+        where that is None, adds to the gradient of the hidden layer's weights.
+        """
         assert observations.is_contiguous()
         places = (*heads.pointers(rows), rows.inputs.shape[1], rows.slopes.shape[1]) if rows else (None, None, 0, 0)
         self.seconds = trunk.seconds
-        self._network, self._behind, self._read = trunk, behind, (observations, rows)
+        self._network, self._kept = trunk, (observations, rows, targets)  # the code in C has their addresses only
+        self._minibatch = _Minibatch(of_heads, objective, *heads.pointers(targets))
         addresses = (*trunk.entry_points, observations.data_ptr(), most, *places, ctypes.addressof(self.seconds))
         self._trunk = _Trunk(*addresses)
 
     def write(self, rows: NDArray[np.int64], place: int, vector: int) -> None:
-        """The gradient of these samples, which have their place in the minibatch; of none, zeros."""
+        """Write the gradient of the samples in these rows to the vector at address `vector`; of no samples, zeros.
+
+        `place` is the number of the first of them within the minibatch.
+        """
         for start in range(0, max(1, len(rows)), MOST_IN_A_CALL):
             some = rows[start : start + MOST_IN_A_CALL]
             arguments = (some.ctypes.data, len(some), place + start, vector, start == 0)
@@ -119,14 +113,17 @@ class MinibatchInC:
     def take(
         self, rows: NDArray[np.int64], bounds: NDArray[np.int64], place: int, first_vector: int, pipe: int
     ) -> None:
-        """Those of pieces of these, each with a vector of its own, as long as there are numbers of them in the pipe."""
+        """Take numbers of pieces from the pipe until it is empty, and write each piece's gradient to its own vector.
+
+        Piece i is `rows[bounds[i]:bounds[i + 1]]`; its vector is number i from the address `first_vector` on.
+        """
         arguments = (rows.ctypes.data, bounds.ctypes.data, place, first_vector, pipe)
         self.call(heads.compiled().minibatch_take, *arguments)
 
     def call(self, function: Any, *args: Any) -> int:
-        """A function in C that makes passes, and says of how many samples."""
+        """Call a C function that makes training passes; return the number of samples."""
         self._network.begin_pass()
-        samples: int = function(ctypes.byref(self._behind.in_c), ctypes.byref(self._trunk), *args)
+        samples: int = function(ctypes.byref(self._minibatch), ctypes.byref(self._trunk), *args)
         if samples < 0:
             raise MemoryError(NO_MEMORY)
         return samples

@@ -2,9 +2,9 @@
 
 They compute in bfloat16 what the torch modules compute under autocast. A trunk keeps the activations of a pass in one
 buffer, so the backward pass must come before the next forward pass.
-Gradients are added to the parameters' `.grad`, where the optimiser reads them, instead of being handed to autograd; a
-training pass in one call (minibatch.py) adds them where it is told to.
-That of the hidden layer's weights, which are most of the parameters, can be left for later: see `Rows`.
+Gradients are added to the parameters' `.grad`, where the optimiser reads them, instead of being returned to autograd; a
+training pass in one call (minibatch_pass.py) adds them to the vectors that it is given.
+The gradient of the hidden layer's weights, which are most of the parameters, can be computed later: see `HiddenRows`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,34 @@ from rl_cluster_benchmark.kernels import build
 
 LANES = 16  # columns that are computed together
 NO_MEMORY = "no memory for the activations of a pass; a smaller hardware.micro_batch needs less"
-CHECKED = 17  # samples: a pass in one call takes them 4 or 16 at a time
-FORWARD_ERROR, GRADIENT_ERROR = 0.01, 0.25  # relative; rounding moves a few winners of ReLU and pooling
+CHECKED = 17  # samples of the comparison with torch: a pass in one call takes 4 or 16 at a time, and 17 leave a rest
+FORWARD_ERROR, GRADIENT_ERROR = 0.01, 0.25  # relative; rounding changes a few decisions of ReLU and max-pooling
 
 
 @dataclass(frozen=True)
 class Source:
-    """The C code of an architecture, and a small network to check it with."""
+    """The C code of an architecture, and a small network to compare it with torch."""
 
     file: str
-    prefix: str  # of its functions
-    check_side: int  # of the images
+    prefix: str  # of the names of its functions
+    check_side: int  # height and width of the small network's images
     check_channels: tuple[int, ...]
-    check_shapes: tuple[tuple[int, ...], ...]  # of the weights
+    check_shapes: tuple[tuple[int, ...], ...]  # shapes of its weights
     in_torch: Callable[[Sequence[Tensor], Tensor], Tensor]
 
 
 class HiddenRows(NamedTuple):
-    """Of the hidden layer, a row for each sample, bfloat16: slopes^T x inputs is the gradient of its weights."""
+    """What backward passes leave of the hidden layer in bfloat16, so that its weight gradient can be computed later.
 
-    inputs: Tensor  # [B, features]
-    slopes: Tensor  # [B, hidden_size]
+    The gradient is slopes^T x inputs.
+    """
+
+    inputs: Tensor  # [B, features] of the layer
+    slopes: Tensor  # [B, hidden_size] gradients of the loss at the layer's outputs before ReLU
 
 
 class NativeTrunk:
-    """Runs a torch trunk's computation with its parameters; `stale` says that they changed since they were packed."""
+    """Computes a trunk in C from torch parameters; `stale` says that these have changed since they were packed."""
 
     def __init__(
         self, library: ctypes.CDLL, prefix: str, network: int, weights: Sequence[Tensor], biases: Sequence[Tensor]
@@ -61,19 +64,21 @@ class NativeTrunk:
         self._width = len(biases[-1])
         self._passes = 0
         self.stale = True
-        self.rows: HiddenRows | None = None  # where backward passes leave theirs, instead of adding to the gradient
-        self.seconds = (ctypes.c_double * 3)()  # of training passes in one call: forward, in the losses, backward
+        self.rows: HiddenRows | None = None  # where `backward` writes instead of adding to the hidden weights' gradient
+        self.seconds = (ctypes.c_double * 3)()  # spent in training passes in one call: forward, losses, backward
 
     def __call__(self, observations: Tensor) -> Tensor:
-        """uint8 [B, H, W, 3] -> float32 [B, hidden_size]."""
+        """Return the features, float32 [B, hidden_size], of observations, uint8 [B, H, W, 3]."""
         observations = observations.contiguous()
         if torch.is_grad_enabled():
             return _Run.apply(observations, self, self._weights[0])
         return self.forward(observations, save=False)
 
     def pass_through(self, observations: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """The same for training, without autograd: the features of all observations, or of some rows of them, which are
-        read where they lie; and what takes the features' gradient back.
+        """Return the features of the observations, or of these rows of them, and a function for the backward pass.
+
+        For training without autograd: the function takes the gradient of the features, [B, hidden_size], and adds to
+        the parameters' gradients. Rows are read in place, without a copy.
         """
         observations = observations.contiguous()
         out = self.forward(observations, rows, save=True)
@@ -103,7 +108,7 @@ class NativeTrunk:
 
     @property
     def entry_points(self) -> tuple[int, int]:
-        """For other code in C: the network, and the function that makes a whole training pass."""
+        """Return the addresses of the C network and of its function for a training pass, for other C code to call."""
         network, train = self._network.value, ctypes.cast(self._c_train, ctypes.c_void_p).value
         assert network
         assert train
@@ -116,13 +121,13 @@ class NativeTrunk:
 
     @property
     def hidden_weights(self) -> Tensor:
-        """[hidden_size, features]"""
+        """Return the weights of the hidden layer, [hidden_size, features]."""
         return self._weights[-1]
 
     def multiply(self, rows: HiddenRows, num_samples: int, columns: range, out: Tensor) -> None:
-        """Write the gradient of the hidden layer's weights, some columns of it (multiples of LANES), from all rows.
+        """Write some columns of the gradient of the hidden layer's weights, from the rows of all samples, to `out`.
 
-        Zeros follow the samples, up to a multiple of 32 rows.
+        The columns begin and end at multiples of LANES. After `num_samples` rows come zeros up to a multiple of 32.
         """
         if not self._c_products(
             self._network, *map(_pointer, rows), num_samples, columns.start, columns.stop, _pointer(out)
@@ -134,7 +139,7 @@ class NativeTrunk:
         return self._passes
 
     def _pack(self) -> None:
-        """Copy the weights in bfloat16, in the order in which the code reads them."""
+        """Give the C code a copy of the weights in bfloat16, in the order in which it reads them."""
         self._c_pack(self._network, _pointers(self._weights), _pointers(self._biases))
         self.stale = False
 
@@ -145,7 +150,7 @@ class NativeTrunk:
 class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, observations: Tensor, trunk: NativeTrunk, _any_weight: Tensor) -> Tensor:
-        """The weight is an argument so that autograd calls `backward`."""
+        """Compute the features; a weight is among the arguments so that autograd calls `backward`."""
         out = trunk.forward(observations, save=True)
         ctx.trunk, ctx.number = trunk, trunk.passes
         ctx.save_for_backward(observations, out)
@@ -162,7 +167,7 @@ class _Run(torch.autograd.Function):
 def make_trunk(
     architecture: str, image_shape: Sequence[int], channels: Sequence[int], parameters: Sequence[Tensor]
 ) -> NativeTrunk | None:
-    """For weights and biases in turn. None where the CPU, the compiler or the network's shape does not allow it."""
+    """Return a trunk in C for these weights and biases (in turn), or None where CPU, compiler or shape rule it out."""
     library = _library(architecture)
     return None if library is None else _make(library, SOURCES[architecture], image_shape, channels, parameters)
 
@@ -200,7 +205,10 @@ def _library(architecture: str) -> ctypes.CDLL | None:
 
 
 def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
-    """On a small network with weights of both signs: whatever is taken from a wrong place shows in full."""
+    """Return whether the C code computes features and gradients as torch does, on a small random network.
+
+    Its weights have both signs, so that a value read from a wrong place makes a large error.
+    """
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for shape in source.check_shapes:
@@ -214,7 +222,7 @@ def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
         return False
     observations = torch.randint(0, 256, (CHECKED, *image_shape), dtype=torch.uint8, generator=generator)
     grad = torch.randn(CHECKED, len(parameters[-1]), generator=generator)
-    with torch.inference_mode(False), torch.enable_grad():  # wherever the first use happens to be
+    with torch.inference_mode(False), torch.enable_grad():  # the first use may be within inference mode
         expected = source.in_torch(parameters, observations)
         expected_gradients = torch.autograd.grad((expected * grad).sum(), parameters)
         out, back = trunk.pass_through(observations)
@@ -236,7 +244,7 @@ def agrees_with_torch(library: ctypes.CDLL, source: Source) -> bool:
 def _gradients_in_one_call(
     trunk: NativeTrunk, observations: Tensor, slopes: Tensor, parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Of a pass whose losses have these slopes at the features, [B, F]."""
+    """Return the parameters' gradients from a training pass in one call, for losses with these slopes, [B, F]."""
     slopes = slopes.contiguous()
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
@@ -254,7 +262,7 @@ def _gradients_in_one_call(
 
 
 def impala_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
-    """The same network in torch and float32."""
+    """Return the features of the IMPALA-CNN with these weights and biases, computed by torch in float32."""
     x = observations.permute(0, 3, 1, 2).float() / 255
     *convs, hidden = zip(parameters[0::2], parameters[1::2], strict=True)
     for first in range(0, len(convs), 5):

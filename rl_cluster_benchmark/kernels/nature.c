@@ -1,12 +1,12 @@
 /* The Nature-CNN on one core, forward and backward, in bfloat16 with float sums and float weights.
  *
- * Images are 64 x 64 x 3. The convolutions give 15 x 15 x 32, 6 x 6 x 64 and 4 x 4 x 64; of the 15 x 15 the last row and
- * column are never read, so 14 rows are computed, kept 16 pixels wide, which is one block of a product.
+ * Images are 64 x 64 x 3. The convolutions give 15 x 15 x 32, 6 x 6 x 64 and 4 x 4 x 64; of the 15 x 15 the last row
+ * and column are never read, so 14 rows are computed, kept 16 pixels wide, which is one block of a product.
  *
- * Every convolution and every gradient of its input is one product: the rows of the left matrix are pixels, a row is a few
- * runs of neighbouring elements of an image. The first convolution and the gradients of inputs read these runs where they
- * lie; for the second and third, whose rows of pixels are short, they are first gathered into patches. Eight samples go
- * through together: their patches stay in the second-level cache, and their pixels fill whole tiles.
+ * Every convolution and every gradient of its input is one product: the rows of the left matrix are pixels, a row is a
+ * few runs of neighbouring elements of an image. The first convolution and the gradients of inputs read these runs
+ * where they lie; for the second and third, whose rows of pixels are short, they are first gathered into patches.
+ * Eight samples go through together: their patches stay in the second-level cache, and their pixels fill whole tiles.
  */
 #if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__) /* else the library is empty */
 #include "dense.h"
@@ -44,8 +44,8 @@ typedef struct {
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
 
-/* Blocks of 16 pixels; `stride` and `block_step` lead from one pixel and block to the next, `run_step` to a pixel's next
- * run of 2 * `pairs` elements. */
+/* Blocks of 16 pixels; `stride` and `block_step` lead from one pixel and block to the next, `run_step` to a pixel's
+ * next run of 2 * `pairs` elements. */
 typedef struct {
     const bf16 *from;
     int blocks, runs, pairs;
@@ -54,8 +54,8 @@ typedef struct {
 
 typedef enum {
     RELU,      /* bias, ReLU, pixel by pixel */
-    TO_SECOND, /* from framed3's pixels to those of conv 2's output, where that is positive */
-    TO_FIRST   /* from framed2's; the columns are the channels of 2 x 2 pixels of conv 1's output */
+    TO_SECOND, /* from framed3's pixels to the gradient at conv 2's output, where that is positive */
+    TO_FIRST   /* from framed2's pixels to that at conv 1's output; the columns are the channels of 2 x 2 pixels */
 } Finish;
 
 typedef struct {
@@ -85,7 +85,7 @@ INLINE void multiply_all(const Finish how, const Left left, const bf16 *packed, 
     float sums[4][16][LANES] __attribute__((aligned(64)));
     for (int c = 0; c < columns; c += 2 * LANES)
         for (int block = 0; block < left.blocks; block += 2) {
-            const int last = smaller(block + 1, left.blocks - 1); /* of an odd number the last one is computed twice */
+            const int last = smaller(block + 1, left.blocks - 1); /* of an odd number of blocks the last is computed twice */
             const bf16 *here = left.from + block * left.block_step, *next = left.from + last * left.block_step;
             const bf16 *weights = packed + c / LANES * column_step;
             tiles_see_memory();
@@ -177,7 +177,8 @@ INLINE void transpose_pixels(const bf16 *from, const int channels, int pixels, b
 
 /* ---- Convolutions 2 and 3 ------------------------------------------------------------------------------------------ */
 
-/* side x side pixels, in an image of `width`; a pixel's patch is `kernel` runs of kernel * channels elements. */
+/* A convolution: to side x side pixels, from an image of `width`; the patch that a pixel sees is `kernel` runs of
+ * kernel * channels elements. */
 typedef struct {
     int width, channels, kernel, stride, side;
 } Window;
@@ -188,7 +189,7 @@ INLINE const bf16 *run_of(const Window w, const bf16 *image, int y, int x, int d
     return image + ((long)(w.stride * y + dy) * w.width + w.stride * x) * w.channels;
 }
 
-/* The patches of one image, pixel by pixel. */
+/* Copy the patches of one image, pixel by pixel. */
 INLINE void gather(const Window w, const bf16 *image, bf16 *out) {
     for (int y = 0; y < w.side; y++)
         for (int x = 0; x < w.side; x++)
@@ -199,7 +200,8 @@ INLINE void gather(const Window w, const bf16 *image, bf16 *out) {
             }
 }
 
-/* The patches of `count` images by pairs of neighbouring pixels, [patch / 16][step][16][2], zeros in the last of `pairs`. */
+/* Copy the patches of `count` images in pairs of neighbouring pixels, [patch / 16][step][16][2], followed by zeros up to
+ * `pairs`. */
 INLINE void pair_patches(const Window w, const bf16 *images, long size, int count, int pairs, long step, bf16 *out) {
     const int blocks = w.kernel * w.channels / LANES, used = count * w.side * w.side / 2;
     bf16 *pair = out;
@@ -232,7 +234,8 @@ INLINE void weight_gradient(Nature *net, const Window w, const bf16 *images, lon
                      pixels / 2, gradient.weights + (long)o * patch + i, patch);
 }
 
-/* [count][side][side][64] into images 8 pixels wide and `size` large, from pixel `start` on; the rest of them stays zero. */
+/* Copy [count][side][side][64] into images of `size` pixels, 8 in a row, from pixel `start` on; their other pixels stay
+ * zero. */
 INLINE void frame(const bf16 *from, int count, const int side, const int start, const int size, bf16 *out) {
     for (int s = 0; s < count; s++)
         for (int y = 0; y < side; y++, from += side * 64)
@@ -255,9 +258,9 @@ static void scale_pixels(const uint8_t *observation, bf16 *out) {
 #define PART_A (ROWS_A * 8 * PACKED_PAIR)
 #define PART_B (ROWS_B * 8 * PACKED_PAIR)
 
-/* The runs of 24 elements in pairs of neighbouring pixels. In part A, [line % 4][line / 4][8 pairs], are their first 16
- * elements: those of all pixels for one dy follow each other, from line dy on. In part B, made the same way, are the last 8
- * elements of a line and of the one four below, which belong to dy and dy + 4. */
+/* Copy the runs of 24 elements in pairs of neighbouring pixels. Part A, [line % 4][line / 4][8 pairs], holds their first
+ * 16 elements: those of all pixels for one dy follow each other, from line dy on. Part B, made the same way, holds the
+ * last 8 elements of a line and of the one four below, which belong to dy and dy + 4. */
 static void pair_pixels(const bf16 *pixels, bf16 *out) {
     uint16_t order_a[32], order_b[32]; /* a pixel's right neighbour is 12 elements away */
     for (int i = 0; i < 32; i++) order_a[i] = i / 2 + i % 2 * 12, order_b[i] = i / 2 % 8 + i % 2 * 12 + i / 16 * 32;
@@ -274,7 +277,8 @@ static void pair_pixels(const bf16 *pixels, bf16 *out) {
     }
 }
 
-/* Where the columns of first_gradient belong: the first 16 elements of a run, and the other 8. */
+/* Return the column of first_gradient at which the gradient of row dy of the kernel begins: that of the first 16
+ * elements of its run (a), and of the other 8 (b). */
 INLINE int column_a(int dy) { return (dy % 4 * 2 + dy / 4) * LANES; }
 
 INLINE int column_b(int dy) { return 8 * LANES + dy % 4 * LANES + dy / 4 * 8; }
@@ -344,13 +348,14 @@ static void pack_first(const float *weights, bf16 *out) {
         }
 }
 
-/* For the gradient of the input: the weights of one place in the kernel, 16 input channels and all 64 output channels. */
+/* Pack, for the gradient of the input, the weights of one place in the kernel, 16 input and all 64 output channels. */
 static void pack_place(const float *weights, long patch, bf16 *out) {
     for (int o = 0; o < 64; o += 2, weights += 2 * patch, out += PACKED_PAIR)
         _mm512_storeu_si512(out, interleave(to_bf16(_mm512_loadu_ps(weights)), to_bf16(_mm512_loadu_ps(weights + patch))));
 }
 
-/* weights[i], biases[i]: of the convolutions, [out][kernel][kernel][in], then of the hidden layer, [hidden][features]. */
+/* Pack weights[i] and biases[i]: those of the convolutions, [out][kernel][kernel][in], then those of the hidden layer,
+ * [hidden][features]. */
 void nature_pack(Nature *net, const float *const *weights, const float *const *biases) {
     const int channels[3] = {OUT1, OUT2, OUT3};
     for (int i = 0; i < 3; i++) memcpy(net->bias[i], biases[i], sizeof(float) * channels[i]);
@@ -382,7 +387,7 @@ void nature_destroy(Nature *net) {
     free(net);
 }
 
-/* NULL if the network's shape is not the one that this code computes, or there is no memory. */
+/* Returns NULL if this code does not compute networks of this shape, or there is no memory. */
 Nature *nature_create(int height, int width, int num_convs, const int *channels, int hidden) {
     if (height != 64 || width != 64 || num_convs != 3 || channels[0] != OUT1 || channels[1] != OUT2 || channels[2] != OUT3) return NULL;
     Nature *net = tiles_allowed() ? calloc(1, sizeof *net) : NULL;
@@ -422,7 +427,7 @@ static int save_room(Nature *net, long samples) {
     return net->first && net->second;
 }
 
-/* Without saving, every group uses the same place. */
+/* Run samples through the convolutions; without `save`, all groups use the same place in memory. */
 static void run_samples(Nature *net, Images images, int start, int count, int save, bf16 *features) {
     for (int s = 0; s < count; s += GROUP) {
         const long place = save ? s : 0;

@@ -52,7 +52,7 @@ INLINE long framed_size(int height, int width, int channels) { return (long)(hei
 
 INLINE long at(int width, int channels, int y, int x) { return ((long)(y + 1) * (width + 2) + x + 1) * channels; }
 
-/* Pairs of packed rows for the run of three pixels; AMX takes whole tiles. */
+/* Return the number of packed pairs of rows for a run of three pixels; AMX takes whole tiles. */
 INLINE int run_pairs(int channels) {
     const int pairs = 3 * channels / 2;
     return AMX ? (int)round_up(pairs, TILE_PAIRS) : pairs;
@@ -69,7 +69,7 @@ typedef struct {
     const bf16 *mask;   /* MASK*: gradients pass where this is positive */
 } Ends;
 
-/* bfloat16 as integers of the same order, and back. */
+/* Map bfloat16 to integers of the same order, or such integers back to bfloat16. */
 INLINE __m256i ordered(__m256i bits) {
     return _mm256_xor_si256(bits, _mm256_srli_epi16(_mm256_srai_epi16(bits, 15), 1));
 }
@@ -97,8 +97,8 @@ INLINE Place place_of(const Finish how, const int in, const int rows, int out, i
 }
 
 #if AMX
-/* Four products at a time: two blocks of pixels and of output channels each, or four of pixels and one of channels. Of an odd
- * number of blocks of channels the last one is two products. */
+/* Four products at a time: two blocks of pixels times two of output channels, or four of pixels times one of channels.
+ * Where the number of blocks of channels is odd, the last one takes two products. */
 INLINE void convolve(const Finish how, const int in, const int rows, int out, int height, int width, const bf16 *input,
                      const bf16 *weights, const float *bias, Ends ends) {
     const int pairs = run_pairs(in), blocks = height * width / rows, two = out > LANES, step = two ? 2 : 4;
@@ -171,7 +171,7 @@ INLINE void convolve(const Finish how, const int in, const int rows, int out, in
 }
 #endif
 
-/* The same with the number of channels and of pixels in a block known to the compiler. */
+/* Call `convolve` with numbers of channels and of pixels in a block that the compiler knows. */
 INLINE void convolve_any(const Finish how, int in, int out, int height, int width, const bf16 *input, const bf16 *weights,
                          const float *bias, Ends ends) {
     if (width < 16) {
@@ -213,7 +213,8 @@ static void transpose_rows(const bf16 *image, int channels, int width, int first
     }
 }
 
-/* Rows of a framed image -> [channels / 16][dx][rows][width / 2][16][2]: pairs of neighbours, the first at x = 2 i + dx. */
+/* Rows of a framed image -> pairs of neighbours, [channels / 16][dx][rows][width / 2][16][2]; in pair i the first one is
+ * at x = 2 i + dx. */
 static void pair_rows(const bf16 *image, int channels, int width, int rows, bf16 *out) {
     const long size = (long)rows * width / 2 * PACKED_PAIR;
     for (int c = 0; c < channels; c += LANES, out += 3 * size)
@@ -233,7 +234,7 @@ static void pair_rows(const bf16 *image, int channels, int width, int rows, bf16
         }
 }
 
-/* The same for observations, all dx side by side: [rows][width / 2][4 dx + channel][2]. */
+/* Rows of a framed observation -> pairs of neighbours, all dx side by side: [rows][width / 2][4 dx + channel][2]. */
 static void pair_pixels(const bf16 *pixels, int width, int rows, bf16 *out) {
     static const uint16_t order[32] = {0, 4, 1, 5, 2, 6, 3, 7, 4, 8, 5, 9, 6, 10, 7, 11,
                                        8, 12, 9, 13, 10, 14, 11, 15, 8, 12, 9, 13, 10, 14, 11, 15};
@@ -245,7 +246,8 @@ static void pair_pixels(const bf16 *pixels, int width, int rows, bf16 *out) {
         }
 }
 
-/* Image rows whose part in a weight gradient is computed at a time: what it reads then stays in the first-level cache. */
+/* Return how many image rows of a weight gradient are computed at a time: what they read stays in the first-level
+ * cache. */
 INLINE int strip_rows(const Conv *conv) {
     const int columns = conv->in == RGB ? LANES : 3 * conv->in;
     int rows = conv->height;
@@ -286,7 +288,7 @@ INLINE void keep_larger(__m256i *best, __m128i *winner, __m256i value, __m128i p
     *winner = _mm_mask_mov_epi8(*winner, wins, place);
 }
 
-/* The largest of three pixels 2 x - 1 to 2 x + 1 and its place 0 to 2; the first of equals wins. */
+/* Find the largest of the three pixels 2 x - 1 to 2 x + 1 and its place 0 to 2; the first of equals wins. */
 INLINE void largest_of_row(const int16_t *middle, long pixel, int is_first, __m256i *best, __m128i *winner) {
     *best = is_first ? _mm256_set1_epi16(INT16_MIN) : _mm256_loadu_si256((const __m256i *)(middle - pixel));
     *winner = _mm_setzero_si128();
@@ -296,7 +298,7 @@ INLINE void largest_of_row(const int16_t *middle, long pixel, int is_first, __m2
     keep_larger(best, winner, _mm256_loadu_si256((const __m256i *)(middle + pixel)), _mm_set1_epi8(2));
 }
 
-/* 3 x 3, stride 2, padding 1: the framed result, relu of it, and the place 0 to 8 of each window's winner. */
+/* Max-pool 3 x 3, stride 2, padding 1: write the framed result, its relu, and each window's winner (its place, 0 to 8). */
 static void pool(const int16_t *image, int height, int width, int channels, bf16 *out, bf16 *out_relu, uint8_t *winners) {
     const long row = (long)width * channels;
     for (int y = 0; y < height / 2; y++)
@@ -331,7 +333,8 @@ INLINE __m512 added(__m512 sum, __m512 grad, __m128i winners, int place) {
     return _mm512_mask_add_ps(sum, _mm_cmpeq_epi8_mask(winners, _mm_set1_epi8((char)place)), sum, grad);
 }
 
-/* Every pixel gathers from the windows that it won; the frame of `grad` is zero, so windows outside give nothing. */
+/* Write the gradient of the pooled image: every pixel gathers from the windows that it won. The frame of `grad` is zero,
+ * so windows outside of the image give nothing. */
 static void unpool(const bf16 *grad, const uint8_t *winners, int height, int width, int channels, bf16 *out) {
     const int half = width / 2;
     const long row = (long)(width + 2) * channels, window_row = (long)half * channels;
@@ -385,7 +388,8 @@ static void run_stage(Network *net, const Stage *stage, const bf16 *input, bf16 
     convolve_residual(c, c, h, w, relu[3], conv[4].forward, conv[4].bias, (Ends){saved + stage->output, .add = sum[1]});
 }
 
-/* And what whole tiles read behind the last run: they take it times zero, but what a larger image left there may be NaN. */
+/* Clear the frame and what whole tiles read after the last run: they multiply it by zero, but a larger image may have
+ * left NaN there. */
 static void clear_frame(bf16 *image, int height, int width, int channels) {
     const long row = (long)(width + 2) * channels, behind = 2L * run_pairs(channels) - 3 * channels;
     memset(image, 0, row * sizeof *image);
@@ -475,7 +479,8 @@ static void pack_conv(Conv *conv, const float *weights, const float *bias) {
                 }
 }
 
-/* weights[i], biases[i]: of the convolutions in order, [out][3][3][in], then of the hidden layer, [hidden][features]. */
+/* Pack weights[i] and biases[i]: those of the convolutions in order, [out][3][3][in], then those of the hidden layer,
+ * [hidden][features]. */
 void network_pack(Network *net, const float *const *weights, const float *const *biases) {
     int index = 0;
     for (int s = 0; s < net->num_stages; s++)
@@ -498,7 +503,7 @@ void network_destroy(Network *net) {
     free(net);
 }
 
-/* NULL if the network's shape is not one that this code computes, or there is no memory. */
+/* Returns NULL if this code does not compute networks of this shape, or there is no memory. */
 Network *network_create(int height, int width, int num_stages, const int *channels, int hidden) {
     if (num_stages < 1 || num_stages > MAX_STAGES || !tiles_allowed()) return NULL;
     Network *net = calloc(1, sizeof *net);
@@ -560,7 +565,7 @@ static int save_room(Network *net, long samples) {
     return (net->saved = allocate(samples * net->sample_size)) != NULL;
 }
 
-/* Without saving, every sample uses the same place. */
+/* Run samples through the convolutions; without `save`, all use the same place in memory. */
 static void run_samples(Network *net, Images images, int start, int count, int save, bf16 *features) {
     for (int b = 0; b < count; b++)
         run_sample(net, image(images, start + b), net->saved + (save ? b : 0) * net->sample_size,

@@ -1,8 +1,9 @@
 /* Max-pooling 3x3, stride 2, padding 1, of channels-last images, forward and backward.
  *
- * Torch stores the winner of a window as a 64-bit index and scatters gradients through it. Here a winner is one byte (its
- * place in the window, 0 to 8), and the gradients of 2x2 pixels are gathered from the at most four windows that hold them:
- * no zeroing, no read-modify-write. Results are torch's: the first of equal values wins, NaN wins over numbers.
+ * Torch stores the winner of a window as a 64-bit index and scatters gradients through it. Here a winner is one byte
+ * (its place in the window, 0 to 8), and the gradients of 2x2 pixels are gathered from the at most four windows they
+ * belong to: no zeroing, no read-modify-write. Results are torch's: the first of equal values wins, NaN wins over
+ * numbers.
  *
  * Images are [batch, height, width, channels], channels a multiple of 16; values float or bfloat16 (as uint16_t).
  */

@@ -1,4 +1,4 @@
-"""A max-pooling for channels-last images that is several times faster than torch's, compiled when there is a compiler.
+"""Max-pooling in C for channels-last images, several times faster than torch's.
 
 It is checked against torch before it is used; without a compiler, or if anything differs, torch's own is used.
 """
@@ -20,7 +20,7 @@ LANES = 16
 
 
 def max_pool(images: Tensor) -> Tensor:
-    """3 x 3, stride 2, padding 1."""
+    """Return the maxima of 3 x 3 windows with stride 2 and padding 1, computed in C where possible."""
     library = _library()
     suits = (
         library is not None
@@ -84,7 +84,10 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _agrees_with_torch(library: ctypes.CDLL) -> bool:
-    """On images with odd sizes, ties, infinities and NaN. Sums of bfloat16 gradients may differ by their rounding."""
+    """Return whether the C code agrees with torch on images with odd sizes, ties, infinities and NaN.
+
+    Sums of bfloat16 gradients may differ by their rounding.
+    """
     generator = torch.Generator().manual_seed(0)
     for dtype in SUFFIXES:
         images = torch.randn(3, 32, 7, 10, generator=generator).mul(2).round().div(2)
@@ -92,10 +95,10 @@ def _agrees_with_torch(library: ctypes.CDLL) -> bool:
         images = images.to(dtype).contiguous(memory_format=torch.channels_last)
         grad = torch.randn(3, 32, 4, 5, generator=generator).to(dtype)
         grad = grad.contiguous(memory_format=torch.channels_last)
-        with torch.inference_mode(False), torch.enable_grad():  # wherever the first pooling happens to be
+        with torch.inference_mode(False), torch.enable_grad():  # the first pooling may be within inference mode
             theirs = images.clone().requires_grad_()
             expected = F.max_pool2d(theirs, kernel_size=3, stride=2, padding=1)
-            (expected * grad).sum().backward()  # with an argument, torch would import sympy: half a second
+            (expected * grad).sum().backward()  # backward(grad) would import sympy, which takes half a second
         pooled, winners = _forward(images, library)
         gathered = _backward(grad, winners, images.shape, library)
         assert theirs.grad is not None

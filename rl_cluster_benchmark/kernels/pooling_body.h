@@ -1,6 +1,7 @@
 /* Included by pooling.c once for each element type. */
 
-/* One window: rows dy0 to dy1 and columns dx0 to dx1 of it lie inside the image. `corner` is the pixel of place 0. */
+/* Pool one window, of which rows dy0 to dy1 and columns dx0 to dx1 lie inside the image; `corner` is the pixel of place
+ * 0, which may lie outside. */
 INLINE void NAME(window)(const TYPE *corner, TYPE *out, uint8_t *winners, long row, int channels, int dy0, int dy1,
                          int dx0, int dx1) {
     for (int c = 0; c < channels; c += LANES) {
@@ -57,7 +58,8 @@ void NAME(pool_forward)(const TYPE *images, TYPE *out, uint8_t *winners, int bat
 
 INLINE floats NAME(won)(floats grad, ints winners, int place) { return (floats)((ints)grad & (winners == place)); }
 
-/* The pixels (2 oy, 2 ox) to (2 oy + 1, 2 ox + 1) of 16 channels, from windows (oy, ox) to (oy + 1, ox + 1). */
+/* Write the gradients of pixels (2 oy, 2 ox) to (2 oy + 1, 2 ox + 1), 16 channels at a time, from those of windows
+ * (oy, ox) to (oy + 1, ox + 1). */
 void NAME(pool_backward)(const TYPE *grad_out, const uint8_t *winners, TYPE *grad_in, int batch, int height, int width,
                          int channels, int threads) {
     const int out_height = (height + 1) / 2, out_width = (width + 1) / 2;
@@ -66,7 +68,7 @@ void NAME(pool_backward)(const TYPE *grad_out, const uint8_t *winners, TYPE *gra
     for (int b = 0; b < batch; b++) {
         for (int oy = 0; oy < out_height; oy++) {
             const long at = ((long)b * out_height + oy) * out_row;
-            const long below = oy + 1 < out_height ? at + out_row : at; /* no window below: a place that none has */
+            const long below = oy + 1 < out_height ? at + out_row : at; /* without a window below, no_row makes none win */
             const ints no_row = (ints){0} + (oy + 1 < out_height ? 0 : 16);
             TYPE *to = grad_in + ((long)b * height + 2 * oy) * in_row;
             for (int c = 0; c < channels; c += LANES) {

@@ -66,7 +66,7 @@ INLINE void transpose(__m512i r[16]) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* All eight tiles are 16 rows of 64 bytes. The kernel must be asked once whether a process may use them. */
+/* Ask the kernel for permission to use tiles, once in a process. All eight tiles are 16 rows of 64 bytes. */
 static int tiles_allowed(void) {
     const long request_permission = 0x1023, tile_data = 18;
 #ifdef EMULATED_AMX
@@ -87,7 +87,7 @@ static void tiles_begin(void) {
 
 static void tiles_end(void) { _tile_release(); }
 
-/* The compiler does not know that a tile load reads memory: have it finish its stores first. */
+/* Make the compiler finish its stores before a tile load, which it does not know to read memory. */
 INLINE void tiles_see_memory(void) { __asm__ volatile("" ::: "memory"); }
 
 #else
@@ -96,7 +96,7 @@ static int tiles_allowed(void) { return 1; }
 static void tiles_begin(void) {}
 static void tiles_end(void) {}
 
-/* sums[r] += left[r][0 : 2 pairs] x right, for a constant number of rows; `stride` is the left one's, in elements. */
+/* sums[r] += left[r][0 : 2 pairs] x right, for a constant number of rows; `stride` is that of `left`, in elements. */
 INLINE void multiply(const int rows, __m512 sums[16], const bf16 *left, const long stride, const bf16 *right, int pairs) {
     for (int k = 0; k < pairs; k++) {
         const __m512bh columns = (__m512bh)_mm512_loadu_si512(right + (long)k * PACKED_PAIR);

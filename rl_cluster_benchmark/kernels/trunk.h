@@ -1,8 +1,9 @@
-/* Passes over a batch, the same for every network: network.c and nature.c include this behind their convolutions.
+/* Passes over a batch, the same for every network: network.c and nature.c include this after their convolutions.
  *
- * They define `Net`, which has a `Dense hidden`, an `int capacity` (samples that it can save) and `float *out` (room for the
- * features of a chunk and their gradient), NAME (of the functions here), NUM_CONVS, IMAGE_BYTES, SLOTS (samples that a pass
- * needs room for when it saves none), CHUNK, and the functions save_room, run_samples, return_samples, begin_gradients and
+ * They define `Net`, which has a `Dense hidden`, an `int capacity` (samples that it can save) and `float *out` (room
+ * for the features of a chunk and their gradient), NAME (which makes the names of the functions here), NUM_CONVS,
+ * IMAGE_BYTES, SLOTS (samples that a pass needs room for when it saves none), CHUNK (samples that a training pass in
+ * one call takes at a time), and the functions save_room, run_samples, return_samples, begin_gradients and
  * end_gradients.
  */
 #include <time.h>
@@ -19,13 +20,13 @@ INLINE double add_seconds(double *seconds, double since) {
     return time;
 }
 
-/* Room to save some samples, and for the rows of others in the hidden layer. 0 if there is no memory. */
+/* Make room to save `saved` samples, and for `rows` samples in the hidden layer. Returns 0 if there is no memory. */
 static int reserve(Net *net, int saved, int rows) {
     if (saved > net->capacity) net->capacity = save_room(net, saved) ? saved : 0;
     return saved <= net->capacity && dense_reserve(&net->hidden, round_up(rows, 32));
 }
 
-/* out[batch][hidden]. Saves what `backward` needs if asked to; returns 0 if there is no memory. */
+/* Write the features to out[batch][hidden]; with `save`, keep what `backward` needs. Returns 0 if there is no memory. */
 int NAME(forward)(Net *net, const uint8_t *observations, const int64_t *rows, int batch, int save, float *out) {
     const Images images = {observations, rows, IMAGE_BYTES(net)};
     const int chunk = save ? batch : smaller(batch, 32);
@@ -40,8 +41,8 @@ int NAME(forward)(Net *net, const uint8_t *observations, const int64_t *rows, in
     return 1;
 }
 
-/* Add the gradients of the batch that was last saved. `out` is what `forward` gave. With row_inputs, those of the hidden
- * layer's weights are left out: `products` makes them of the rows of many passes. */
+/* Add the gradients of the batch that was last saved; `out` is what `forward` wrote. With row_inputs, the gradient of
+ * the hidden layer's weights is left out: `products` computes it later from the rows of many passes. */
 void NAME(backward)(Net *net, const uint8_t *observations, const int64_t *rows, int batch, const float *out,
                     const float *grad_out, const Gradient *gradients, bf16 *row_inputs, bf16 *row_slopes) {
     const Images images = {observations, rows, IMAGE_BYTES(net)};
@@ -54,7 +55,7 @@ void NAME(backward)(Net *net, const uint8_t *observations, const int64_t *rows, 
     tiles_end();
 }
 
-/* Both in one, with the losses between them: few samples at a time, so that what is saved of them stays in the cache. */
+/* Forward, losses and backward in one call, CHUNK samples at a time, so that what is saved of them stays in the cache. */
 Train NAME(train);
 int NAME(train)(void *network, const uint8_t *observations, const int64_t *rows, int batch, Losses *losses, const void *context,
                 const Gradient *gradients, bf16 *row_inputs, bf16 *row_slopes, double seconds[3]) {
@@ -86,7 +87,8 @@ int NAME(train)(void *network, const uint8_t *observations, const int64_t *rows,
     return 1;
 }
 
-/* The gradient of the hidden layer's weights, some columns of it, from rows that passes left. 0 if there is no memory. */
+/* Write columns `first` to `last` of the gradient of the hidden layer's weights, from rows that passes have written.
+ * Returns 0 if there is no memory. */
 int NAME(products)(Net *net, bf16 *inputs, bf16 *slopes, int samples, int first, int last, float *weights) {
     tiles_begin();
     const int done = dense_products(&net->hidden, (Rows){inputs, slopes}, samples, first, last, weights);

@@ -1,1 +1,1 @@
-"""One gradient step: parameters, gradients, optimisers, and what a learner sees of other workers."""
+"""One gradient step: parameters, gradients, optimisers, and the interfaces through which workers sum and share work."""

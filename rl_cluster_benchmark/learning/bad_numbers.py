@@ -1,8 +1,8 @@
 """NaN and infinite numbers: where they are looked for, what they do to an update, how they are counted.
 
-A loss or a gradient is judged after it was summed over the workers, experience before it is learned from, with the
-counts summed: all workers see the same numbers and decide the same. An update that is left out changes nothing but the
-counts: no parameter, no statistic of the optimiser, none of the rewards.
+Losses and gradients are checked after they were summed over the workers; experience is checked before it is learned
+from, and the counts are summed. So all workers see the same numbers and decide the same. An update that is left out
+changes nothing but the counts: neither the parameters nor the statistics of the optimiser and of the rewards.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from rl_cluster_benchmark.learning.learner import is_finite
 
 OnNan = Literal["stop", "skip"]
 SKIPPED, REWARDS, OBSERVATIONS = "skipped_updates", "bad_rewards", "bad_observations"
-COUNTS = (SKIPPED, REWARDS, OBSERVATIONS)  # behind the losses of an update; added up, not averaged
+COUNTS = (SKIPPED, REWARDS, OBSERVATIONS)  # reported beside an update's losses; added up, not averaged
 
 
 def report(losses: dict[str, float], on_nan: OnNan) -> dict[str, float]:
-    """The losses of a step of the optimiser. Those of one that was left out are NaN, and it is counted."""
+    """Return the losses of an optimiser step with the count SKIPPED: 0, or 1 if they are not finite.
+
+    Such a step was left out, and its losses become NaN. With `on_nan` = stop, raise TrainingFailedError instead.
+    """
     if is_finite(*losses.values()):
         return losses | {SKIPPED: 0.0}
     if on_nan == "stop":
@@ -34,7 +37,7 @@ def report(losses: dict[str, float], on_nan: OnNan) -> dict[str, float]:
 
 
 def mean_of(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Over the steps that were taken; NaN if none was. Counts are added up."""
+    """Return the mean losses over the steps that were taken, NaN if none was, and the sums of the counts."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: _together(name, [step[name] for step in steps if name in step]) for name in names}
 
@@ -47,19 +50,25 @@ def _together(name: str, values: Sequence[float]) -> float:
 
 
 def count(rollout: Rollout | None) -> list[float]:
-    """(is it to be left out?, bad rewards, observations with a bad value). Images of bytes cannot be bad."""
+    """Return 1 if the rollout is to be left out, else 0, the number of bad rewards and that of bad observations.
+
+    Observations are checked only if they are floats: bytes cannot be NaN or infinite.
+    """
     if rollout is None:
         return [0.0, 0.0, 0.0]
     rewards = float((~rollout.rewards.isfinite()).sum())
     observations, last = 0.0, False
     if rollout.observations.is_floating_point():
         observations = float((~rollout.observations.isfinite()).flatten(2).any(-1).sum())
-        last = not bool(rollout.last_observations.isfinite().all())  # counted with the next rollout, which begins so
+        last = not bool(rollout.last_observations.isfinite().all())  # counted with the next rollout, which starts there
     return [float(rewards > 0 or observations > 0 or last), rewards, observations]
 
 
 def left_out(counts: Sequence[float], on_nan: OnNan) -> dict[str, float]:
-    """Of experience that is not learned from: how many rewards, how many observations were bad."""
+    """Return the counts of an update that is left out because of bad experience: `counts` of rewards and observations.
+
+    With `on_nan` = stop, raise TrainingFailedError instead.
+    """
     rewards, observations = counts
     if on_nan == "stop":
         raise TrainingFailedError(

@@ -1,4 +1,4 @@
-"""The experience of an update as one table, a row for each sample."""
+"""The batch of an update: its experience as one table with a row for each sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class Batch:
-    """Samples, flattened: row t * N + n is step t of environment n, of one worker or of all that share work."""
+    """The samples of one worker, or of all workers that share work; row t * N + n is step t of environment n."""
 
     observations: Tensor  # [T * N, *observation_shape]
     valid: Tensor  # [T * N] 1 for experience, 0 for resets

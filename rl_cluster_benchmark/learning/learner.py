@@ -1,6 +1,6 @@
-"""A model's parameters and gradients as two flat vectors, and the optimiser that moves one along the other.
+"""A model's parameters and gradients as two flat vectors, and the optimiser that updates the parameters.
 
-Flat, they are clipped, stepped and (between workers) summed in one operation each instead of forty.
+Clipping, the optimiser's step and the sum over workers each are one operation on a flat vector instead of forty.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 class GradientVector:
-    """Where passes add to: the gradient, and the statistics behind it."""
+    """A vector that passes add to: the gradient of all parameters, followed by the loss statistics."""
 
     def __init__(self, model: ActorCritic, vector: Tensor, size: int, left_out: slice) -> None:
         self.stats = vector[size:]
-        self.parts = list(views(model, vector[:size]).values())  # of each parameter
-        self.written = vector[: left_out.start], vector[left_out.stop :]
+        self.parts = list(views(model, vector[:size]).values())  # the gradient of each parameter
+        self.written = vector[: left_out.start], vector[left_out.stop :]  # everything that passes add to
 
 
 class Learner:
+    """The parameters of a model, their gradient, and the optimiser, together with other workers if there are any."""
+
     def __init__(
         self,
         model: ActorCritic,
@@ -45,21 +47,21 @@ class Learner:
         size = sum(p.numel() for p in parameters.values())
         device = next(iter(parameters.values())).device
         self.flat = sharing.parameters(size) if sharing else torch.zeros(size, device=device)
-        # The loss statistics lie behind the gradient, so that one reduction carries both.
+        # The loss statistics follow the gradient in one vector, so that one reduction sums both.
         self._own = self._total = reduce.vector(size + num_stats).to(device).zero_()
         self.grad = self._own[:size]
         move_parameters(model, self.flat)
         self.hidden = sharing.hidden if sharing and model.native_trunk else None
-        left_out = slice(0, 0)  # of the gradient: passes do not write there
+        left_out = slice(0, 0)  # the part of the gradient that passes do not write
         if self.hidden is not None and model.native_trunk is not None:
             left_out = place_of(model, model.native_trunk.hidden_weights)
             self.hidden.connect(model.native_trunk, left_out)
         vectors = (self._own, *(sharing.vectors(size + num_stats) if sharing else ()))
         self._vectors = [GradientVector(model, vector, size, left_out) for vector in vectors]
-        self._parameters = list(model.parameters())  # to walk over a model takes as long as a sample
+        self._parameters = list(model.parameters())  # listed once: walking over a model takes as long as a sample
         self.write_to(0)
-        # Workers that share work share the parameters and the moments, too, and each steps a part. Before the run
-        # starts all write the same there; then they meet.
+        # Workers that share work also share the parameters and the optimiser's moments, and each steps a part of them.
+        # Before the run starts, all write the same values there, and then meet.
         self._sharing, self._stepped = sharing, sharing.part(size) if sharing else slice(0, size)
         self._shared_moments = sharing.moments(size) if sharing else None
         self.optimizer = optimizer(self.flat[self._stepped], self.grad)
@@ -69,7 +71,7 @@ class Learner:
 
     @property
     def max_pieces(self) -> int:
-        """Of shared work."""
+        """Return how many pieces of shared work there are gradient vectors for."""
         return len(self._vectors) - 1
 
     def write_to(self, index: int) -> None:
@@ -81,24 +83,27 @@ class Learner:
 
     @cached_property
     def vectors_in_c(self) -> Vectors:
-        """The vectors that passes add to: those in C are told where."""
+        """Return the gradient vectors in the form that passes in C take."""
         return Vectors((vector.parts, vector.stats, vector.written) for vector in self._vectors)
 
     def zero_grad(self) -> None:
-        """Never through the model: that would unlink its gradients from the flat vector."""
+        """Set the current gradient and statistics to zero.
+
+        model.zero_grad() must not be used: it would unlink the model's gradients from the flat vector.
+        """
         for part in self._current.written:
             part.zero_()
 
     def sum_over_workers(self) -> list[float]:
-        """The gradients and the statistics; returns these."""
+        """Sum gradient and statistics over all workers; return the summed statistics."""
         self._total = self.reduce.total(self._own)
         statistics: list[float] = self._total[len(self.flat) :].tolist()
         return statistics
 
     def step(self, learning_rate: float, losses: Sequence[float] = (), divisor: float = 1.0) -> float:
-        """Divide the gradient, clip it, step, and return its norm.
+        """Divide the gradient by `divisor`, clip it, step, and return its norm before clipping.
 
-        Where the norm or a loss is not finite, parameters are left alone.
+        Where the norm or a loss is not finite, the parameters stay as they are.
         """
         beat()
         total = self._total[: len(self.flat)]
@@ -114,15 +119,15 @@ class Learner:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """The optimiser's, of all parameters."""
+        """Return the optimiser's moments by name, each a flat vector over all parameters."""
         return self._shared_moments or self.optimizer.moments
 
     def vectors(self) -> list[Tensor]:
-        """Everything a step changes: the parameters and the optimiser's moments."""
+        """Return the flat vectors that a step changes: the parameters and the optimiser's moments."""
         return [self.flat, *self.moments.values()]
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name and in the usual layout: the memory format may differ when it is loaded."""
+        """Return the optimiser's state by parameter name, in contiguous layout: a later load may use another one."""
         return {
             "steps": float(self.optimizer.steps),
             "moments": {
@@ -148,7 +153,7 @@ def move_parameters(model: ActorCritic, flat: Tensor) -> None:
 
 
 def views(model: ActorCritic, flat: Tensor) -> dict[str, Tensor]:
-    """Each parameter's part of a flat vector, in the parameter's shape and memory order."""
+    """Return each parameter's part of a flat vector by name, as a view in the parameter's shape and memory order."""
     found = {}
     for (name, parameter), place in zip(model.named_parameters(), places(model), strict=True):
         part = flat[place]
@@ -161,7 +166,7 @@ def views(model: ActorCritic, flat: Tensor) -> dict[str, Tensor]:
 
 
 def places(model: ActorCritic) -> Iterator[slice]:
-    """Of the parameters in a flat vector, one after the other."""
+    """Yield the slice that each parameter takes in a flat vector, in the order of the model's parameters."""
     start = 0
     for parameter in model.parameters():
         yield slice(start, start + parameter.numel())
@@ -169,6 +174,7 @@ def places(model: ActorCritic) -> Iterator[slice]:
 
 
 def place_of(model: ActorCritic, parameter: Tensor) -> slice:
+    """Return the slice that this parameter takes in a flat vector."""
     return next(place for each, place in zip(model.parameters(), places(model), strict=True) if each is parameter)
 
 

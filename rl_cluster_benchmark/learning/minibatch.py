@@ -1,12 +1,12 @@
-"""The gradient of a minibatch of PPO or A2C, added up: a worker's own samples, then pieces that it shares with others.
+"""The gradient of a minibatch of PPO or A2C: a worker's own samples, then pieces that it shares with other workers.
 
-A pass takes as many samples as fit into the cache; masked ones weigh nothing.
+Losses that the C code knows are computed in C if the network is, all others in torch. A pass takes as many samples as
+fit into the cache; masked samples weigh nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,108 +16,102 @@ from torch import Tensor
 
 from rl_cluster_benchmark.config.schema import TrainingConfig
 from rl_cluster_benchmark.kernels import heads
-from rl_cluster_benchmark.kernels.minibatch_pass import HeadsPass, MinibatchInC
+from rl_cluster_benchmark.kernels.minibatch_pass import MinibatchInC
+from rl_cluster_benchmark.kernels.native_network import NativeTrunk
 from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.division import Rows, divide
 from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
+from rl_cluster_benchmark.learning.network_pass import Pass
+from rl_cluster_benchmark.learning.objective import LossInC, Objective, Samples
 from rl_cluster_benchmark.learning.reduction import Sharing
-from rl_cluster_benchmark.nets.models import ActorCritic
 
-EPSILON = 1e-8  # of the advantages' deviation
-
-
-class Losses(NamedTuple):
-    """Per sample, [B] each, in the order of STATS."""
-
-    policy: Tensor
-    value: Tensor
-    entropy: Tensor
-    approx_kl: Tensor
-    clipped: Tensor
+EPSILON = 1e-8  # added to the advantages' standard deviation
+SMALLEST_PIECE_IN_C, SMALLEST_PIECE_IN_TORCH = 2, 4  # samples; a smaller piece takes hardly less time
 
 
 class Moments(NamedTuple):
-    """Of a minibatch over all workers."""
+    """The number of samples of a minibatch over all workers, and mean and standard deviation of their advantages."""
 
     num_samples: float
     advantage_mean: float
     advantage_std: float
 
 
-class Samples(NamedTuple):
-    """A cache-sized piece of a minibatch: what a loss needs besides the network's output, [B] each."""
+class MinibatchGradients:
+    """Computes the gradients of minibatches, together with other workers if there are any."""
 
-    log_probs: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
+    def __init__(
+        self, learner: Learner, hyper: TrainingConfig, *, micro_batch: int, sharing: Sharing | None = None
+    ) -> None:
+        self.learner, self.hyper, self.micro_batch, self.sharing = learner, hyper, micro_batch, sharing
+        self.rank = sharing.rank if sharing else 0
 
+    def sum(self, batch: Batch, rows: Rows, moments: Moments, objective: Objective, *flags: float) -> list[float]:
+        """Leave the gradient of a minibatch, summed over all workers, in the learner.
 
-Rows = list[NDArray[np.int64]]
-"""Of a minibatch: the rows of each worker that can see the batch."""
+        Returns the mean losses, in the order of STATS, and the sum of each flag over the workers.
+        """
+        learner, sharing = self.learner, self.sharing
+        passes = self.passes(batch, moments, objective)
+        division = divide(rows, sharing.fraction if sharing else 0.0, learner.max_pieces, passes.SMALLEST_PIECE)
+        if sharing is not None:
+            sharing.offer(division.num_pieces)
+        kept, shared, bounds = division
+        if learner.hidden is not None:
+            learner.hidden.begin(sum(kept) + len(shared))
+        passes.write(rows[self.rank][: kept[self.rank]], sum(kept[: self.rank]))
+        learner.stats[-len(flags) :] = torch.tensor(flags)
+        if sharing is not None and division.num_pieces:
+            passes.take(sharing, shared, bounds, sum(kept))
+        return learner.sum_over_workers()
 
-
-@dataclass(frozen=True)
-class Objective:
-    """What a sample costs: in torch, and the same for the code in C."""
-
-    losses: Callable[[Pass, Samples], tuple[Losses, Slopes]]
-    clip_range: float | None  # of PPO; None for the plain policy gradient
-    clip_value_loss: bool
-
-
-class PassSetting(NamedTuple):
-    """What is the same for all minibatches."""
-
-    learner: Learner
-    hyper: TrainingConfig
-    micro_batch: int
-    losses_in_c: bool
-
-    @property
-    def model(self) -> ActorCritic:
-        return self.learner.model
-
-    def heads_pass(self, batch: Batch, moments: Moments, objective: Objective) -> HeadsPass:
-        """Heads and losses of a minibatch, in C."""
-        targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
-        in_c = heads.ObjectiveInC(
-            moments.advantage_mean,
-            moments.advantage_std + EPSILON,
-            moments.num_samples,
-            -1.0 if objective.clip_range is None else objective.clip_range,
-            objective.clip_value_loss,
-            self.hyper.vf_coef,
-            self.hyper.ent_coef,
-        )
-        return HeadsPass(self.model.policy_head, self.model.value_head, targets, in_c)
+    def passes(self, batch: Batch, moments: Moments, objective: Objective) -> MinibatchPasses:
+        """Return what computes this minibatch's gradient: C code where it knows the loss and the network, or torch."""
+        if not self.hyper.normalize_advantage:
+            moments = moments._replace(advantage_mean=0.0, advantage_std=1.0)
+        model, learner = self.learner.model, self.learner
+        in_c, trunk = objective.in_c, model.native_trunk
+        if in_c is None or trunk is None or not heads.suit(model.policy_head, learner.flat.device):
+            return TorchPasses(learner, self.hyper, self.micro_batch, batch, moments, objective)
+        return PassesInC(learner, self.hyper, self.micro_batch, batch, moments, in_c, trunk)
 
 
-class Gradient(Protocol):
+class MinibatchPasses(Protocol):
+    """Computes the gradient of a minibatch pass by pass, in C or in torch."""
+
+    SMALLEST_PIECE: int
+
     def write(self, rows: NDArray[np.int64], place: int) -> None:
-        """This worker's own, of these rows of the batch, which have their place in the minibatch; and the statistics.
+        """Write the gradient of these rows of the batch, and their statistics, over whatever was there before.
 
-        Whatever was there before is gone.
+        `place` is the number of the first of them within the minibatch.
         """
         ...
 
     def take(self, sharing: Sharing, rows: NDArray[np.int64], bounds: Sequence[int], place: int) -> None:
-        """Those of the pieces of these that this worker gets."""
+        """Take pieces of the shared rows until none is left, and write each piece's gradient to its own vector.
+
+        Piece i is `rows[bounds[i]:bounds[i + 1]]`; `place` is the number of the first row within the minibatch.
+        """
         ...
 
 
-class PassByPass:
-    """The network in torch, or in C with losses in torch."""
+class TorchPasses:
+    """Computes a minibatch's gradient with losses in torch, on a network in torch or in C."""
 
-    def __init__(self, setting: PassSetting, batch: Batch, moments: Moments, objective: Objective) -> None:
-        self.setting, self.learner, self.model = setting, setting.learner, setting.model
+    SMALLEST_PIECE = SMALLEST_PIECE_IN_TORCH
+
+    def __init__(
+        self, learner: Learner, hyper: TrainingConfig, micro_batch: int, batch: Batch, moments: Moments,
+        objective: Objective,
+    ) -> None:  # fmt: skip
+        self.learner, self.hyper, self.micro_batch = learner, hyper, micro_batch
         self.batch, self.moments, self.objective = batch, moments, objective
-        self.behind = setting.heads_pass(batch, moments, objective) if setting.losses_in_c else None
 
     def write(self, rows: NDArray[np.int64], place: int) -> None:
         self.learner.zero_grad()
-        for start in range(0, len(rows), self.setting.micro_batch):
-            some = torch.from_numpy(rows[start : start + self.setting.micro_batch])
+        for start in range(0, len(rows), self.micro_batch):
+            some = torch.from_numpy(rows[start : start + self.micro_batch])
             if self.learner.hidden is not None:
                 self.learner.hidden.place(place + start, len(some))
             self._pass(some)
@@ -131,14 +125,10 @@ class PassByPass:
 
     @torch.no_grad()
     def _pass(self, rows: Tensor) -> None:
-        batch, moments, hyper = self.batch, self.moments, self.setting.hyper
-        if self.behind is not None:
-            features, back = self.model.pass_through(batch.observations, rows)
-            back(self.behind(features, rows, self.learner.vectors_in_c.address(self.learner.written_to)))
-            return
+        batch, moments, hyper = self.batch, self.moments, self.hyper
         device = self.learner.flat.device
         observations, rows = batch.observations.index_select(0, rows).to(device), rows.to(device)
-        now = Pass(self.model, observations, batch.actions[rows])
+        now = Pass(self.learner.model, observations, batch.actions[rows])
         advantages = (batch.advantages[rows] - moments.advantage_mean) / (moments.advantage_std + EPSILON)
         samples = Samples(batch.log_probs[rows], batch.values[rows], advantages, batch.returns[rows])
         losses, slopes = self.objective.losses(now, samples)
@@ -148,18 +138,32 @@ class PassByPass:
             values=hyper.vf_coef * weight * slopes.values,
             entropy=-hyper.ent_coef * weight,
         )
-        self.learner.stats[:-1] += torch.stack(losses) @ weight
+        self.learner.stats[: len(losses)] += torch.stack(losses) @ weight
 
 
-class InOneCall:
-    """Everything in C."""
+class PassesInC:
+    """Computes a minibatch's gradient in C, from the observations to the losses and back."""
 
-    def __init__(self, setting: PassSetting, batch: Batch, moments: Moments, objective: Objective) -> None:
-        trunk, hidden, self.vectors = setting.model.native_trunk, setting.learner.hidden, setting.learner.vectors_in_c
-        assert trunk is not None
-        behind = setting.heads_pass(batch, moments, objective)
-        rows = hidden.rows if hidden else None
-        self.minibatch = MinibatchInC(trunk, batch.observations, behind, most=setting.micro_batch, rows=rows)
+    SMALLEST_PIECE = SMALLEST_PIECE_IN_C
+
+    def __init__(
+        self, learner: Learner, hyper: TrainingConfig, micro_batch: int, batch: Batch, moments: Moments, loss: LossInC,
+        trunk: NativeTrunk,
+    ) -> None:  # fmt: skip
+        self.vectors = learner.vectors_in_c
+        objective = heads.ObjectiveInC(
+            moments.advantage_mean,
+            moments.advantage_std + EPSILON,
+            moments.num_samples,
+            -1.0 if loss.clip_range is None else loss.clip_range,
+            loss.clip_value_loss,
+            hyper.vf_coef,
+            hyper.ent_coef,
+        )
+        targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
+        in_c = heads.Heads.of(learner.model.policy_head, learner.model.value_head)
+        rows = learner.hidden.rows if learner.hidden else None
+        self.minibatch = MinibatchInC(trunk, batch.observations, in_c, objective, targets, most=micro_batch, rows=rows)
 
     def write(self, rows: NDArray[np.int64], place: int) -> None:
         self.minibatch.write(rows, place, self.vectors.address(0))

@@ -1,9 +1,9 @@
-"""A training pass: forward, then backward from what a loss says of each sample.
+"""A training pass: forward, then backward from the slopes of a loss.
 
-Every loss here sees the network through three numbers of a sample: the log-probability of the action taken, the value,
-and the entropy. So slopes along these are all that a loss has to know. From there to the features the gradient is
-written out: autograd takes some sixty small operations for it, as long as the network in C takes for several images.
-For PPO and A2C all of this is also there in C (kernels/minibatch.py).
+Every loss here depends on three numbers of a sample: the log-probability of the action taken, the value, and the
+entropy. So a loss only has to give its slopes along these. The gradient from there to the features is written out:
+autograd takes some sixty small operations for it, as long as the network in C takes for several images.
+For PPO and A2C all of this also exists in C (kernels/minibatch_pass.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rl_cluster_benchmark.nets.models import ActorCritic
 
 
 class Slopes(NamedTuple):
-    """Of the losses of each sample, [B] each; that of the entropy is a constant."""
+    """The slopes of the losses of each sample, [B] each; the slope along the entropy is constant and not among them."""
 
     log_probs: Tensor  # d policy loss / d log-probability of the action taken
     values: Tensor  # d value loss / d value
 
 
 class Pass:
-    """What the network says of some observations, [B] each, and the way back."""
+    """A forward pass over some observations, whose outputs are [B] each, and its backward pass."""
 
     log_probs: Tensor  # of the actions
     values: Tensor
@@ -42,7 +42,7 @@ class Pass:
 
     @torch.no_grad()
     def backward(self, log_probs: Tensor, values: Tensor, entropy: Tensor) -> None:
-        """Add to the parameters' gradients that of a sum with these slopes, [B] each.
+        """Add the gradient of a loss with these slopes, [B] each, to the parameters' gradients.
 
         With p the policy and H its entropy,
         d log p_a / d logit_j = [a = j] - p_j, and d H / d logit_j = -p_j (log p_j + H).

@@ -1,7 +1,7 @@
 """Adam and RMSprop on one flat vector.
 
-Adam's step is torch's own fused kernel. `torch.optim.Adam` calls it too, but building that imports torch's compiler: a
-second of start-up and 90 MB in every process, and nothing here is compiled.
+Adam's step is torch's own fused kernel. `torch.optim.Adam` calls it too, but its constructor imports torch's compiler,
+which nothing here uses and which takes a second and 90 MB in every process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Optimizer(Protocol):
 
 
 class Adam:
+    """Adam (Kingma and Ba, 2015) on one flat vector."""
+
     MOMENTS = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -55,11 +57,11 @@ class Adam:
 
 
 class RMSprop:
-    """Divide the gradient by the root of its running mean square.
+    """RMSprop on one flat vector: the gradient is divided by the root of its running mean square.
 
     The mean square starts at zero, so the first step is ten learning rates long for every parameter, whatever its
-    gradient. With `bias_correction` it is divided by what it lacks of its weight, as in Adam: the first step is one
-    learning rate long.
+    gradient. With `bias_correction` the mean square is divided by the sum of its weights, as in Adam: then the first
+    step is one learning rate long.
     """
 
     MOMENTS = ("square_avg",)
@@ -83,7 +85,7 @@ class RMSprop:
 
 
 def optimizer_of(training: TrainingConfig) -> Callable[[Tensor, Tensor], Optimizer]:
-    """Return what makes the optimiser that a config asks for, from the parameters and their gradient."""
+    """Return the function that makes the config's optimiser from the parameters and their gradient."""
     if training.optimizer == "rmsprop":
         return partial(RMSprop, eps=training.adam_eps, bias_correction=training.rmsprop_bias_correction)
     return partial(Adam, eps=training.adam_eps)

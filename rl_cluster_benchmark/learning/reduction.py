@@ -1,4 +1,4 @@
-"""What an algorithm sees of the other workers: a sum over all of them, and work that it may share with some."""
+"""The interfaces through which an algorithm sees other workers: a sum over all of them, and work shared with some."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ if TYPE_CHECKING:
 
 
 class Reducer(Protocol):
+    """Sums tensors over all workers (all-reduce)."""
+
     def __call__(self, tensor: Tensor) -> Tensor:
         """Sum the tensor over all workers, in place. All must call it, in the same order."""
         ...
 
     def vector(self, size: int) -> Tensor:
-        """A float32 vector for what is summed most: it may lie where the others can read it."""
+        """Return a float32 vector for the gradient, which `total` sums; it may lie in shared memory, to save a copy."""
         ...
 
     def total(self, vector: Tensor) -> Tensor:
-        """The sum of these over all workers, which may lie where all of them read it: not to be changed, and gone with
-        the next call of any kind.
+        """Return the sum of `vector` over all workers.
+
+        It may lie in shared memory: it must not be changed, and is valid only until the next call of this reducer.
         """
         ...
 
 
 class Alone:
-    """One worker: nothing to add."""
+    """The reducer of a single worker: every sum is the worker's own tensor."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -43,70 +46,76 @@ class Alone:
 
 
 class HiddenLayer(Protocol):
-    """That of the hidden layer's weights, made once for a minibatch, from a row that passes leave for each sample."""
+    """Computes the gradient of the hidden layer's weights once per minibatch, from a row that passes write per sample.
+
+    execution/hidden_gradient.py explains it and implements this interface.
+    """
 
     @property
     def rows(self) -> HiddenRows:
-        """Of all samples of a minibatch."""
+        """Return the shared memory for the rows of all samples of a minibatch."""
         ...
 
     def connect(self, trunk: NativeTrunk, part: slice) -> None:
-        """The network, and where in the vector of its gradient these weights are."""
+        """Set the network, and the part of the gradient vector that belongs to the hidden layer's weights."""
         ...
 
     def begin(self, num_samples: int) -> None:
-        """A minibatch. The next sum of the gradient is that of its rows."""
+        """Begin a minibatch of this many samples; the next sum of the gradient vector uses its rows."""
         ...
 
     def place(self, start: int, count: int) -> None:
-        """Of the samples of the next pass in the minibatch."""
+        """Let the next pass write its `count` rows from number `start` of the minibatch on."""
         ...
 
 
 class Sharing(Protocol):
-    """Workers that can read each other's experience, so that any of them can compute on it."""
+    """One worker's view of the work that workers with access to each other's experience share.
+
+    execution/in_step/work_sharing.py explains it and implements this interface.
+    """
 
     rank: int
-    env_ids: Sequence[int]  # of all their environments, in the order of the batch's columns
-    owners: Sequence[int]  # the worker that each of these belongs to
-    fraction: float  # of a minibatch, that goes to whoever is free
+    env_ids: Sequence[int]  # of the environments of all workers, in the order of the batch's columns
+    owners: Sequence[int]  # for each of these environments, the worker that it belongs to
+    fraction: float  # the share of a minibatch that goes to whichever worker is free
 
     @property
     def hidden(self) -> HiddenLayer | None: ...
 
     def batch(self, weights: Tensor, advantages: Tensor, returns: Tensor) -> Batch:
-        """Everyone's samples, these of one's own included."""
+        """Publish this worker's weights (1 for experience, 0 for resets) and targets; return all workers' samples."""
         ...
 
     def parameters(self, size: int) -> Tensor:
-        """Where they lie for all of them: each steps a part."""
+        """Return the vector of parameters in shared memory; each worker steps a part of it."""
         ...
 
     def moments(self, size: int) -> dict[str, Tensor]:
-        """The same for those of the optimiser, by name."""
+        """Return the vectors of the optimiser's moments in shared memory, by name."""
         ...
 
     def part(self, size: int) -> slice:
-        """Of such a vector, that is this worker's to step."""
+        """Return the part of the parameters and the moments that this worker steps."""
         ...
 
     def meet(self) -> None:
-        """Wait until all have stepped."""
+        """Wait until all workers have stepped their parts."""
         ...
 
     def vectors(self, size: int) -> list[Tensor]:
-        """That are summed with everyone's: one for each piece of work that may be shared."""
+        """Return the gradient vectors of shared pieces, one for each; the reducer sums them with the workers' own."""
         ...
 
     def offer(self, count: int) -> None:
-        """There are so many pieces to share. All say so, before they begin."""
+        """Say how many pieces there are to share; all workers must, before they begin."""
         ...
 
     def take(self) -> Iterator[int]:
-        """Numbers of pieces that are this worker's to compute, until none is left."""
+        """Yield numbers of pieces for this worker to compute, until none is left."""
         ...
 
     @property
     def pipe(self) -> int:
-        """That `take` takes them from, for code in C: 64 bits each."""
+        """Return the descriptor of the pipe with the numbers of pieces, 64 bits each, for C code that takes them."""
         ...

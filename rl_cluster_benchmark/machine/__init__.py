@@ -1,1 +1,1 @@
-"""What this machine has, and how a run uses it."""
+"""The machine: what it has (detection.py), and how a run uses it (planning.py, process.py)."""

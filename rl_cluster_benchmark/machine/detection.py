@@ -1,4 +1,4 @@
-"""What this machine gives this process: cores, instruction sets, memory."""
+"""Detection of what this process may use of the machine: cores, instruction sets, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 class Machine:
     cpu_model: str
     flags: frozenset[str]
-    logical_cores: int  # of the machine
+    logical_cores: int  # all of the machine's
     allowed_cores: int  # logical cores that affinity lets this process use
     cpu_quota: float | None  # cores' worth of time that the cgroup allows
     usable_cores: int  # physical cores that this process may keep busy
@@ -22,9 +22,12 @@ class Machine:
     memory_bytes: int
     shm_bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.cpu_model} ({self.usable_cores} of {self.logical_cores} logical cores usable)"
+
     @property
     def fast_bfloat16(self) -> str | None:
-        """The instruction set that multiplies bfloat16 faster than float32, if there is one."""
+        """Return the name of the instruction set that multiplies bfloat16 faster than float32, or None."""
         names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
         return next((name for flag, name in names.items() if flag in self.flags), None)
 
@@ -65,7 +68,7 @@ def _cpu_info() -> tuple[str, frozenset[str]]:
 
 
 def _cgroup_dirs(controller: str) -> list[Path]:
-    """This process's cgroup and its ancestors, of version 2 or of a version 1 controller."""
+    """Return the folders of this process's cgroup and its ancestors, of version 2 or of a version 1 controller."""
     dirs: list[Path] = []
     for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
         _, controllers, path = line.split(":", 2)

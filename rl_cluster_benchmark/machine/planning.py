@@ -1,4 +1,4 @@
-"""How a run uses the machine: workers, threads, precision and micro-batch. Every `auto` is decided here."""
+"""Plans how a run uses the machine: workers, threads, precision and micro-batch. Every `auto` is decided here."""
 
 from __future__ import annotations
 
@@ -16,49 +16,47 @@ from rl_cluster_benchmark.machine.process import dtype
 if TYPE_CHECKING:
     import torch
 
-BALANCE = 0.5  # a core of half the speed of the others still finishes with them
-SAMPLES_PER_THREAD = 64  # of a backward pass: their activations stay in one core's cache
-FEW_CORES = 2  # for actors and learners: too few to split
+BALANCE = 0.5  # share of a minibatch that goes to free workers: a core of half the others' speed finishes with them
+SAMPLES_PER_THREAD = 64  # of a pass forward and backward: their activations stay in one core's cache
+FEW_CORES = 2  # too few to give actors and learners cores of their own
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How this run uses the machine: what was asked for, with every `auto` decided."""
+    """How a run uses this machine: what the config asks for, with every `auto` decided."""
 
     machine: Machine
     num_workers: int
     num_threads: int  # of each process that computes
-    cores: tuple[int | None, ...]  # that each worker is pinned to
+    cores: tuple[int | None, ...]  # the core that each worker is pinned to, or None
     precision: str
     precision_reason: str
-    engine: str  # that computes the network: native or torch
+    engine: str  # what computes the network: native or torch
     micro_batch: int
     balance: float  # share of a minibatch that goes to whichever worker is free
-    num_learners: int = 0  # of IMPALA but in sequential mode; num_workers are its actors
+    num_learners: int = 0  # IMPALA's, outside sequential mode; num_workers then counts its actors
 
     def shares_work(self, config: Config) -> bool:
-        """Do its workers share minibatches, and with them the parameters?"""
-        in_step = config.algorithm in ("ppo", "a2c") and config.mode != "sequential"
-        through_gloo = config.mode == "parallel" and config.parallel.reduce == "gloo"
-        return in_step and self.balance > 0 and not through_gloo
+        """Return whether the workers share the work of minibatches, and with it one set of parameters."""
+        return config.traits.is_in_step and not config.is_sequential and self.balance > 0
 
     def lines(self, config: Config) -> list[str]:
-        """What was chosen and why, for the head of a run."""
+        """Return the lines that say at the start of a run what was chosen and why."""
         machine = self.machine
         cores = f"{machine.usable_cores} of {machine.logical_cores} logical cores usable"
         if machine.cpu_quota is not None:
             cores += f", cgroup quota {machine.cpu_quota:g}"
         lines = [f"CPU: {machine.cpu_model} ({cores})"]
-        if config.mode != "sequential":
+        if not config.is_sequential:
             lines.append(self._workers_line(config))
         lines.append(
             f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "
             f"Network: {self.engine} | Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
         )
         busy = (self.num_workers + self.num_learners) * self.num_threads
-        spare = 1 if self.num_learners else 0  # of actors and learners some wait: one more than cores is good
+        spare = 1 if self.num_learners else 0  # some actors and learners wait: one more than there are cores is good
         if busy > machine.allowed_cores + spare:
-            flag = "--num-workers" if config.mode != "sequential" else "--num-threads"
+            flag = "--num-workers" if not config.is_sequential else "--num-threads"
             lines.append(
                 f"Warning: {busy} busy threads on {machine.allowed_cores} cores get in each other's way; "
                 f"{flag} {max(1, machine.usable_cores - self.num_learners)} would be faster."
@@ -74,22 +72,23 @@ class Plan:
             )
         reasons = {self.machine.usable_cores: "one per physical core", config.env.num_envs: "one per environment"}
         reason = reasons.get(self.num_workers, "set")
-        gradients = {"a3c": "each worker's own, without locks"}
+        summed = config.parallel.reduce.replace("_", " ")
+        gradients = "each worker's own, without locks" if config.traits.is_lock_free else summed
         return (
             f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
-            f"Gradients: {gradients.get(config.algorithm, config.parallel.reduce.replace('_', ' '))}"
+            f"Gradients: {gradients}"
         )
 
 
 def resolve(config: Config) -> tuple[Config, Plan]:
-    """Fill in how many workers there are, and plan the rest."""
-    if config.mode == "parallel":
+    """Return the config with the number of workers filled in, and the plan for it."""
+    if config.is_parallel:
         config = with_workers(config, _num_workers(config, detection.detect()))
     return config, plan(config)
 
 
 def compiled(config: Config, plan: Plan) -> Plan:
-    """Compile the C code before any time counts, and once for all workers; the plan as it turns out to be possible."""
+    """Compile the C code, once for all workers, and return the plan, with torch as engine if that did not succeed."""
     from rl_cluster_benchmark.kernels import heads, native_network, pooling
 
     heads.available()
@@ -103,20 +102,21 @@ def compiled(config: Config, plan: Plan) -> Plan:
 
 
 def plan(config: Config) -> Plan:
+    """Return how a run with this config uses this machine."""
     machine = detection.detect()
     num_workers = _num_workers(config, machine)
-    threads = config.hardware.num_threads or (machine.usable_cores if config.mode == "sequential" else 1)
+    threads = config.hardware.num_threads or (machine.usable_cores if config.is_sequential else 1)
     precision, reason = _precision(config, machine)
     num_learners = 0
     machines = config.num_machines
-    if config.algorithm == "impala":
-        if config.mode != "sequential":
+    if config.traits.has_actors:
+        if not config.is_sequential:
             num_learners = 1 if config.impala.num_learners == "auto" else config.impala.num_learners
         share = -(-config.unrolls_per_step // (max(1, num_learners) * machines)) * config.training.n_steps
     else:
         everywhere = num_workers * machines
-        share = -(-(config.batch_size if config.algorithm == "ppo" else config.rollout_size) // everywhere)
-    is_small = config.env.game is None or config.hardware.device != "cpu"
+        share = -(-(config.batch_size if config.traits.has_minibatches else config.rollout_size) // everywhere)
+    is_small = not config.env.has_images or config.hardware.device != "cpu"
     per_pass = config.hardware.micro_batch or (share if is_small else SAMPLES_PER_THREAD * threads)
     return Plan(
         machine,
@@ -133,17 +133,17 @@ def plan(config: Config) -> Plan:
 
 
 def _num_workers(config: Config, machine: Machine) -> int:
-    if config.mode == "sequential":
+    if config.is_sequential:
         return 1
     most = machine.usable_cores
-    if config.mode == "parallel" and config.parallel.num_envs_per_worker is None:
-        most = min(most, config.env.num_envs)  # each has one at least
+    if config.is_parallel and config.parallel.num_envs_per_worker is None:
+        most = min(most, config.env.num_envs)  # each worker needs at least one environment
     return config.parallel.num_workers or most
 
 
 def _precision(config: Config, machine: Machine) -> tuple[str, str]:
-    """(the one to use, why)."""
-    if config.env.game is None:
+    """Return the precision to use and the reason for it."""
+    if not config.env.has_images:
         return "float32", "small vectors"
     if config.hardware.precision != "auto":
         return config.hardware.precision, "set"
@@ -155,13 +155,13 @@ def _precision(config: Config, machine: Machine) -> tuple[str, str]:
 
 
 def _engine(config: Config, threads: int, precision: str) -> str:
-    """What should compute the network; whether native really can is known once it is compiled."""
+    """Return what is to compute the network: native or torch. Whether native works is known only after compilation."""
     suits = {
         "precision bfloat16": precision == "bfloat16",
         "one thread per process": threads == 1,
         "hardware.device cpu": config.hardware.device == "cpu",
         "hardware.memory_format channels_last": config.hardware.memory_format == "channels_last",
-        "the IMPALA-CNN or the Nature-CNN": config.env.game is not None and config.model.architecture != "mlp",
+        "the IMPALA-CNN or the Nature-CNN": config.env.has_images and config.model.architecture != "mlp",
         "1 to 3 stages with channels in multiples of 16": config.model.architecture == "nature"
         or (
             len(config.model.channels) <= 3
@@ -180,25 +180,29 @@ def _balance(config: Config, num_workers: int) -> float:
 
 
 def balance(config: Config) -> float:
-    """Return which part of their work several workers share."""
-    return config.parallel.balance if config.parallel.balance is not None else BALANCE * (config.env.game is not None)
+    """Return which share of a minibatch goes to whichever worker is free, if there are several workers."""
+    return config.parallel.balance if config.parallel.balance is not None else BALANCE * config.env.has_images
 
 
 def learners_beside(actors: int, cores: int, config: Config) -> int:
-    """As many as actors leave cores; where they leave none, and on two cores, they share the cores of actors.
+    """Return how many learners run beside this many actors: one on every core that the actors leave free.
 
-    To learn from an image takes two thirds of its time or more. So there are learners for two thirds of the cores, or
-    for the next smaller number that divides the batch: that stays as it is.
+    Where they leave none, and on two cores, learners of images share cores with actors. Learning from an image takes
+    two thirds of the time that is spent on it or more, so there are then learners for up to two thirds of the cores:
+    the largest number that divides the unrolls of a batch, so that its size stays the same.
     """
     left = max(1, cores - actors)
-    if config.env.game is None or (actors < cores and cores > FEW_CORES):
+    if not config.env.has_images or (actors < cores and cores > FEW_CORES):
         return left
     unrolls = config.unrolls_per_learner(1)
     return max(left, *(n for n in range(1, -(-2 * cores // 3) + 1) if unrolls % n == 0))
 
 
 def places(pin: str, num_workers: int, threads: int, machine: Machine) -> tuple[int | None, ...]:
-    """A core for each worker. A run on some of the cores leaves the choice to the kernel: others may run beside it."""
+    """Return the core that each worker is pinned to, or None for each.
+
+    With `auto`, a run that does not use the whole machine pins nothing, since other runs may use the same cores.
+    """
     whole_machine = num_workers == machine.usable_cores == len(machine.physical_cores)
     fits = threads == 1 and num_workers <= len(machine.physical_cores)
     if fits and (pin == "always" or (pin == "auto" and whole_machine)):
@@ -207,7 +211,7 @@ def places(pin: str, num_workers: int, threads: int, machine: Machine) -> tuple[
 
 
 def acting(config: Config, plan: Plan) -> tuple[torch.dtype, str]:
-    """(precision, engine) of IMPALA's actors in parallel mode."""
+    """Return the precision and the engine of IMPALA's actors outside sequential mode."""
     asked = config.impala.inference_precision
-    precision = plan.precision if asked == "same" or config.env.game is None else asked
+    precision = plan.precision if asked == "same" or not config.env.has_images else asked
     return dtype(precision), plan.engine if precision == "bfloat16" else "torch"

@@ -1,4 +1,4 @@
-"""Settings of this process: threads, memory, the device and the number type it computes with."""
+"""Settings of this process: threads, memory, device and number type."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare_process(num_threads: int) -> None:
 
 
 def check_device(name: str) -> None:
-    """Say so if a CUDA device is asked for that is not there."""
+    """Raise a UserError if the config asks for a CUDA device that is not there."""
     if name == "cpu":
         return
     import torch
@@ -50,7 +50,7 @@ def dtype(precision: str) -> torch.dtype:
 
 
 def _keep_freed_memory() -> None:
-    """By default glibc maps every large tensor anew and unmaps it when freed, page faults included."""
+    """Let glibc reuse freed memory: by default it maps every large tensor anew, with a page fault for each page."""
     m_trim_threshold, m_mmap_threshold = -1, -3
     try:
         libc = ctypes.CDLL("libc.so.6")

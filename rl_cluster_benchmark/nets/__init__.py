@@ -1,1 +1,1 @@
-"""The networks: from observations to action logits and a value."""
+"""The networks, which map observations to action logits and a value."""

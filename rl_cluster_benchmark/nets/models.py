@@ -1,7 +1,7 @@
-"""The networks: observations as the environment gives them -> action logits and a state value, both float32.
+"""The networks, which map observations as the environment gives them to action logits and a state value in float32.
 
-Images stay uint8 [B, H, W, C] until the network scales them. Permuted, that batch *is* a channels-last tensor, so no
-byte is moved on the way in.
+Images stay uint8 [B, H, W, C] until the network scales them. Permuted, such a batch *is* a channels-last tensor, so
+nothing is copied for the change of layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NATURE_CONVS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # output channels, kernel, 
 
 
 class ActorCritic(nn.Module):
-    """A trunk, and on its features a linear policy head and a linear value head.
+    """A network of a trunk, which computes features, and a linear policy head and a linear value head on these.
 
     The trunk may compute in bfloat16; the heads, and everything after them, are float32.
     """
@@ -49,7 +49,10 @@ class ActorCritic(nn.Module):
         self.register_load_state_dict_post_hook(lambda model, _: model.weights_changed())
 
     def weights_changed(self) -> None:
-        """Whoever writes to the parameters says so: the native trunk keeps a packed copy."""
+        """Tell the native trunk, which keeps a packed copy of the weights, that they changed.
+
+        Everything that writes to the parameters must call this.
+        """
         if self.native_trunk is not None:
             self.native_trunk.stale = True
 
@@ -60,8 +63,9 @@ class ActorCritic(nn.Module):
         return self.policy_head(features), self.value_head(features).squeeze(-1)
 
     def pass_through(self, observations: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """For training: the features of all observations, or of some rows of them; and what takes their gradient back
-        and adds to that of the parameters.
+        """Return the features of the observations, or of these rows of them, and a function for the backward pass.
+
+        For training: the function takes the gradient of the features, [B, F], and adds to the parameters' gradients.
         """
         if self.native_trunk is not None:
             return self.native_trunk.pass_through(observations, rows)
@@ -102,7 +106,7 @@ class ResidualBlock(nn.Module):
 
 
 class ConvStage(nn.Module):
-    """Convolution, max-pooling that halves the image, two residual blocks."""
+    """A stage of the IMPALA-CNN: a convolution, max-pooling that halves the image, two residual blocks."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ class ImpalaCNN(nn.Module):
         self.stages = nn.Sequential(*stages)
         self.hidden = nn.Linear(in_channels * height * width, hidden_size)
         for layer in self.modules():
-            if isinstance(layer, nn.Conv2d | nn.Linear):  # as in the published Procgen results
+            if isinstance(layer, nn.Conv2d | nn.Linear):  # initialised as for the published Procgen results
                 nn.init.xavier_uniform_(layer.weight)
                 assert layer.bias is not None
                 nn.init.zeros_(layer.bias)
@@ -172,7 +176,10 @@ class MLP(nn.Module):
 
 
 def flatten_images(x: Tensor) -> Tensor:
-    """[B, C, H, W] -> [B, H * W * C]: a view when x is channels-last; the same features in either memory format."""
+    """Flatten images [B, C, H, W] to [B, H * W * C], as a view when they are channels-last.
+
+    The order of the features does not depend on the memory format.
+    """
     return x.permute(0, 2, 3, 1).flatten(1)
 
 

@@ -1,1 +1,1 @@
-"""Worker processes, whatever they compute: starting, watching and ending them, and the memory that they share."""
+"""Worker processes, independent of what they compute: starting, watching and ending them, and their shared memory."""

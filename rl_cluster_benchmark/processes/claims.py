@@ -1,7 +1,7 @@
-"""Work that several processes share out among themselves: whoever is ready takes the next piece.
+"""Numbers of pieces of work, of which each process takes the next one when it is ready.
 
-It is a pipe: the kernel hands each number to one reader only, and nobody can die holding a lock. What its writer stored
-before, whoever takes a number sees, on any CPU: the kernel locks the pipe for both.
+They go through a pipe: the kernel gives each number to one reader only, and no process can die holding a lock. On every
+CPU, the process that takes a number sees what its writer stored before, because the kernel locks the pipe for both.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from collections.abc import Iterable
 from typing import Any
 
 NUMBER = struct.Struct("q")
-MOST = select.PIPE_BUF // NUMBER.size  # numbers that any pipe holds: Linux makes the smallest, for a user who has many
+MOST = select.PIPE_BUF // NUMBER.size  # numbers that fit into the smallest pipe, which a user with many pipes gets
 
 
 class Claims:
+    """A pool of numbers, each of which one process takes. Passed to a worker process, it is the same pool there."""
+
     def __init__(self) -> None:
         self.reading, self._writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def offer(self, numbers: Iterable[int]) -> None:
-        """Add numbers, of which there may be MOST at a time.
+        """Add numbers; there may be at most MOST at a time.
 
-        A page of a pipe has room again only when all of it has been read. Where it is the only one, whatever is left on
-        it is read, and written together with what is new.
+        A page of a pipe has room again only when all of it has been read. If the pipe has only one page and that is
+        full, the numbers that are left on it are read and written again together with the new ones.
         """
         message = b"".join(map(NUMBER.pack, numbers))
         written = 0
@@ -39,7 +41,7 @@ class Claims:
                 message, written = left + message[written:], 0
 
     def take(self) -> int | None:
-        """None when there is nothing left."""
+        """Return the next number, or None if none is left."""
         try:
             return NUMBER.unpack(os.read(self.reading, NUMBER.size))[0]
         except BlockingIOError:

@@ -1,8 +1,8 @@
-"""Starting worker processes, watching them, and leaving none behind.
+"""A pool of worker processes: it starts them, watches them, and leaves none behind.
 
-A worker is forked from a server that has loaded what all workers need (see preload.py), may be pinned to a core, and
-dies with the parent: the kernel kills the server when the parent is gone, and a worker when the server is gone, so not
-even SIGKILL of the parent leaves one. The parent hears of a worker's end at once and ends the others.
+Workers are forked from a server process that has loaded what all of them need (see execution/preload.py); each may be
+pinned to a core. The kernel kills the server when the parent is gone, and a worker when the server is gone, so not even
+SIGKILL of the parent leaves a worker behind. The parent hears at once when a worker dies, and replaces it or ends all.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from rl_cluster_benchmark.processes.watchdog import Pulse, Watchdog
 from rl_cluster_benchmark.profiling.attach import attach
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-SERVER_NAME = "rlcb-server"  # of the process, once it has loaded what workers need
-GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # what the server is told
+SERVER_NAME = "rlcb-server"  # name of the server process once it has loaded what workers need
+GAME_VARIABLE, PARENT_VARIABLE = "RLCB_PRELOAD_GAME", "RLCB_PARENT"  # environment variables that the server reads
 SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_STARTS = 0.1, 0.02
-SECONDS_TO_LOAD = 120.0  # what workers need; a server that is not ready then is asked for one nevertheless
-# Bytes that workers can say before they wait for a parent who is busy, about a thousand updates: all together (a user
-# may have 16 times as much), and the most and the least of one.
+SECONDS_TO_LOAD = 120.0  # for the server; if it is not ready then, workers are started nevertheless
+# Size of the pipes in which workers' messages wait for a busy parent, about a thousand updates: of all pipes together
+# (Linux allows a user 16 times as much), and the largest and the smallest of one worker.
 ALL_UNHEARD, MOST_UNHEARD, LEAST_UNHEARD = 2**22, 2**20, 2**16
 SECONDS_TO_DIE = 10.0
-SECONDS_TO_LISTEN = 5.0  # to workers who do not know yet that the run ends
-LONGEST_FOLDER = 70  # characters; a socket's name has 107
+SECONDS_TO_LISTEN = 5.0  # to what workers have sent, before a run ends with an error
+LONGEST_FOLDER = 70  # characters of TMPDIR, so that a socket's path there stays below the limit of 107
 IMPORTED_BY = os.getpid()  # in a worker: the server that it was forked from, which has imported this module
 
 
 def hide_server() -> None:
-    """Take away the name of the socket that Python's server of workers listens at: SIGKILL would leave it in /tmp.
+    """Remove the file name of the socket that Python's fork server listens at, which SIGKILL would leave in /tmp.
 
-    Whoever holds a socket open can still reach it, through /proc. Where Python keeps it otherwise, the name stays, as
-    long as this process lives.
+    This process still reaches the socket through /proc, by a descriptor. If this version of Python stores the address
+    in another way, the name stays for as long as this process lives.
     """
     server = getattr(forkserver, "_forkserver", None)
     address = getattr(server, "_forkserver_address", None)
@@ -62,34 +62,37 @@ def hide_server() -> None:
     remove = getattr(util, "_remove_temp_dir", None)
     for finalizer in list(getattr(util, "_finalizer_registry", {}).values()):
         if remove is not None and getattr(finalizer, "_callback", None) is remove:
-            finalizer()  # now, not at the end
+            finalizer()  # remove Python's temporary folder now, not at the end of this process
 
 
 def start_server(game: str | None) -> None:
     """Start the process that workers are forked from, for workers that play this game.
 
-    It takes seconds to load what they need: the sooner it starts, the more of that is done when they are wanted.
+    Loading what they need takes seconds, so it is started before the workers are wanted.
     """
     os.environ[GAME_VARIABLE] = game or ""
-    with contextlib.suppress(OSError):  # a pool that needs it tries again, and says why it cannot
+    with contextlib.suppress(OSError):  # the pool tries again and reports the error
         _ensure_server()
 
 
 def _ensure_server() -> None:
     forkserver.set_forkserver_preload(["rl_cluster_benchmark.execution.preload"])
     os.environ[PARENT_VARIABLE] = str(os.getpid())
-    if len(tempfile.gettempdir()) > LONGEST_FOLDER:  # TMPDIR of a batch job: no socket's name may be that long
+    if len(tempfile.gettempdir()) > LONGEST_FOLDER:  # a batch job's TMPDIR may be too long for a socket's path
         tempfile.tempdir = "/tmp"
-    # It takes a moment until these ignore what a closed terminal or Ctrl-C sends to all. The tracker comes first: when
-    # Python has started it, it lets SIGINT and SIGTERM through again.
+    # Signals are blocked while the two processes start: Ctrl-C or a closed terminal would reach them before they ignore
+    # it. The tracker comes first, because Python unblocks SIGINT and SIGTERM after it has started it.
     for server in (resource_tracker, forkserver):
         with orders_held_back():
             server.ensure_running()
-    hide_server()  # at once: any moment may be the last
+    hide_server()  # at once, because this process may be killed at any moment
 
 
 def _server_is_ready() -> bool:
-    """Has the server loaded what workers need? True also if it has ended, or cannot be asked: starting one tells."""
+    """Return whether the server has loaded what workers need.
+
+    True also if it has ended or cannot be asked: starting a worker will then show the error.
+    """
     pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
     try:
         server = psutil.Process(pid)
@@ -110,9 +113,11 @@ class WorkerPool:
         replace: Callable[[int, str], Sequence[Any] | None] | None = None,
         watchdog: float = 300.0,
     ) -> None:
-        """They start with `messages`. `replace(rank, how)` is told of a worker that died, crashed, or made no progress
-        for `watchdog` seconds. It returns the arguments of another in its place, None to go on without, or raises what
-        ends the run, as happens by default.
+        """Prepare the pool; the workers start when `messages` is called.
+
+        `replace(rank, how)` is called for a worker that died, crashed, or made no progress for `watchdog` seconds. It
+        returns the arguments of a worker to start in its place, or None to go on without, or raises the error that ends
+        the run, as it does by default.
         """
         self._target, self._args, self._cores, self._replace = target, args, cores, replace or _end_the_run
         self.num_workers = num_workers
@@ -124,7 +129,7 @@ class WorkerPool:
         self._finished: set[int] = set()
 
     def _start_all(self, look: Callable[[], None]) -> None:
-        """Both the server and hundreds of workers take their time: `look` is called all the while."""
+        """Start all workers; call `look` again and again meanwhile, since hundreds of them take a while."""
         with _told_as_failure("The workers"):
             _ensure_server()
         deadline = time.monotonic() + SECONDS_TO_LOAD
@@ -145,7 +150,7 @@ class WorkerPool:
             ours, theirs = context.Pipe(duplex=False)
             if_it_fails.callback(ours.close)
             with theirs:
-                with contextlib.suppress(OSError):  # the user has many pipes
+                with contextlib.suppress(OSError):  # refused to a user who has many pipes: it then keeps its size
                     fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, self._bytes_unheard)
                 pulse = Pulse()
                 if_it_fails.callback(pulse.close)
@@ -161,9 +166,9 @@ class WorkerPool:
         return len(self._finished)
 
     def messages(self, look: Callable[[], None], patience: float = SECONDS_BETWEEN_LOOKS) -> Iterator[tuple[int, Any]]:
-        """(rank, message) as they come, until every worker has finished; calls `look` at least every `patience`.
+        """Start the workers and yield their messages as (rank, message) until every worker has finished.
 
-        Raises the error of the first worker that fails.
+        Call `look` at least every `patience` seconds. Raise the error of the first worker that fails.
         """
         self._start_all(look)
         while len(self._finished) < self.num_workers:
@@ -172,7 +177,7 @@ class WorkerPool:
                 rank = self.connections.index(ready)  # type: ignore[arg-type]
                 try:
                     kind, content = self.connections[rank].recv()
-                except (EOFError, OSError):  # at the end of a message, or in the middle of one
+                except (EOFError, OSError):  # the worker died, between two messages or within one
                     kind, content = "died", self._how_it_ended(rank)
                 if kind == "message":
                     yield rank, content
@@ -189,7 +194,7 @@ class WorkerPool:
                 self._lost(rank, self._watchdog.sentence(self._pulses[rank].stack_of(pid)))
 
     def _note(self, rank: int, kind: str, content: str) -> None:
-        """A worker has come to an end."""
+        """Note that a worker has ended; raise its error, or let it be replaced."""
         if kind == "finished":
             self._finished.add(rank)
         elif kind == "wrong input":
@@ -200,7 +205,7 @@ class WorkerPool:
             self._lost(rank, f"crashed:\n{content}" if kind == "crashed" else content)
 
     def _said_before(self) -> Iterator[tuple[int, Any]]:
-        """Before the run ends with an error: what workers have said and nobody has heard, a checkpoint maybe."""
+        """Yield the messages, a checkpoint perhaps, that workers sent before the error that now ends the run."""
         deadline = time.monotonic() + SECONDS_TO_LISTEN
         for rank, connection in enumerate(self.connections):
             with contextlib.suppress(EOFError, OSError):
@@ -221,12 +226,12 @@ class WorkerPool:
     def _lost(self, rank: int, how: str) -> None:
         args = self._replace(rank, how)
         process = self.processes[rank]
-        process.kill()  # it may be on its way out still
+        process.kill()  # it may still be running
         if args is None:
             self._finished.add(rank)
             return
         process.join(timeout=SECONDS_TO_DIE)
-        fresh = self._start(rank, args)  # may fail; until then the pool holds the old one, which __exit__ can end
+        fresh = self._start(rank, args)  # if this fails, the pool still holds the old process, which __exit__ ends
         _bury(process)
         self.connections[rank].close()
         self._pulses[rank].close()
@@ -263,16 +268,16 @@ def _told_as_failure(who: str) -> Iterator[None]:
 
 
 def _bury(process: ForkServerProcess) -> None:
-    """It was killed. One that the kernel cannot end (a disk that does not answer) is not waited for for ever."""
+    """Release a process that was killed; wait only SECONDS_TO_DIE, since one that waits for a dead disk cannot end."""
     process.join(timeout=SECONDS_TO_DIE)
     if process.exitcode is not None:
         process.close()
-    else:  # nor by Python, which waits for all its children when it ends
+    else:  # make Python forget it, too: at exit it waits for all its children
         getattr(multiprocessing.process, "_children", set()).discard(process)
 
 
 def end_of(name: str, how: str) -> TrainingFailedError:
-    """The error that ends a run because a process died or, with its traceback behind it, crashed."""
+    """Return the error that ends a run because a process died or crashed; `how` may hold the traceback."""
     comfort = "" if "\n" in how else "; the last checkpoint is intact, and --resume goes on from it."
     return TrainingFailedError(f"{name} {how}{comfort}")
 
@@ -285,7 +290,7 @@ def _main(
     target: Callable[..., None], rank: int, connection: Connection, core: int | None, pulse: Pulse,
     args: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """The life of a worker process."""
+    """Run in a new worker process: set it up, call `target`, and report how it ended."""
     die_with_parent(IMPORTED_BY)
     name_process(f"rlcb-worker-{rank}")
     pulse.begin()
@@ -305,13 +310,13 @@ def _main(
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     connection.close()
-    os._exit(0)  # skip the destructors of native libraries: nothing is left to save
+    os._exit(0)  # without the destructors of native libraries, which have nothing to save
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when its parent, of that id, is gone."""
+    """Let the kernel kill this process when its parent, the process with that id, is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 

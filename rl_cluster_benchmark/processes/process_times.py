@@ -1,4 +1,4 @@
-"""Where the processes of a run spend their time: each writes a row of a shared table, anyone may read it."""
+"""The table of where the processes of a run spend their time: each writes its own row, every process may read all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MemoryLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def layout(num_processes: int) -> MemoryLayout:
-    """Seconds of each phase, of wall time and of CPU time."""
+    """Return the table's layout: a row per process of the seconds in each phase, in all, and of CPU time."""
     return {"times": ((num_processes, len(PHASES) + 2), torch.float64)}
 
 
 class TimeKeeper:
-    """One process's row. A process that takes the place of one that died goes on from that one's row."""
+    """Writes one process's row of the table. A process that replaces one that died continues that one's row."""
 
     def __init__(self, row: Tensor, clock: PhaseClock) -> None:
         self.row, self.clock = row, clock
@@ -26,7 +26,7 @@ class TimeKeeper:
         self.start()
 
     def start(self) -> None:
-        """Time counts from here."""
+        """Start to count time now."""
         self.clock.seconds = dict.fromkeys(PHASES, 0.0)
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
 
@@ -40,7 +40,7 @@ class TimeKeeper:
 
 
 def mean_phases(table: Tensor, before: dict[str, float]) -> dict[str, float]:
-    """Seconds of each phase, mean over the processes, after those before a resume."""
+    """Return the seconds of each phase: `before`, from before a resume, plus the mean over these processes."""
     means = table[:, : len(PHASES)].mean(0).tolist()
     return {name: before[name] + seconds for name, seconds in zip(PHASES, means, strict=True)}
 
@@ -50,5 +50,5 @@ def cpu_seconds(table: Tensor) -> float:
 
 
 def waits(table: Tensor) -> list[float]:
-    """Return how many seconds these processes have waited, and how many they have lived."""
+    """Return how many seconds these processes have waited and how many they have run, in all."""
     return [float(table[:, PHASES.index("waiting")].sum()), float(table[:, -2].sum())]

@@ -1,9 +1,9 @@
-"""Weights that one process publishes and others read, whole or not at all, with nobody waiting.
+"""Weights that one process publishes and others read: every read gets one whole version, and nobody waits.
 
-There are two copies. A new version goes into the older one, so a reader of the newer is not disturbed unless two
-versions come while it reads; its copy's stamp then has changed, and it reads again.
+There are two copies. A new version overwrites the older copy, so a process that reads the newer one is not disturbed
+unless two versions are published meanwhile; it then finds another stamp on its copy, and reads again.
 This relies on the order of stores (WRITING, weights, stamp, latest) and of loads (latest, stamp, weights, stamp). x86
-keeps both; a large copy that uses its streaming stores, which it does not order, ends with a fence (in glibc's memcpy).
+keeps both, except for streaming stores, which large copies may use; glibc's memcpy ends these with a fence.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from torch import Tensor
 
 from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, SharedTensors
 
-WRITING = -1
+WRITING = -1  # stamp of a copy that is being written
 
 
 class PublishedWeights:
+    """One process's access to the published weights."""
+
     @staticmethod
     def allocate(size: int) -> SharedTensors:
         return SharedTensors(
             {
                 "weights": ((2, size), torch.float32),
-                "stamps": ((2, CACHE_LINE), torch.int64),  # the version in each copy
+                "stamps": ((2, CACHE_LINE), torch.int64),  # the version of each copy
                 "latest": ((1,), torch.int64),
             }
         )
@@ -37,7 +39,7 @@ class PublishedWeights:
         return int(self._latest[0])
 
     def publish(self, weights: Tensor) -> int:
-        """By one process only; returns the new version. The first is 1."""
+        """Publish weights and return their version, 1 for the first. Only one process may call this."""
         version = self.version + 1
         place = version % 2
         self._stamps[place] = WRITING
@@ -47,7 +49,7 @@ class PublishedWeights:
         return version
 
     def read(self, weights: Tensor) -> int:
-        """Copy the newest weights into `weights`; returns their version."""
+        """Copy the newest weights into `weights` and return their version."""
         while True:
             version = self.version
             place = version % 2

@@ -1,6 +1,6 @@
-"""Memory that the processes of one run share, and that no run can leave behind.
+"""Shared memory for the processes of one run, which no run can leave behind.
 
-It is a memfd: it has no name in any filesystem, so it is gone with the last process that holds it, however that
+It is a memfd: it has no name in any filesystem, so it is freed with the last process that holds it, however that
 process ends, and the size of /dev/shm does not limit it.
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from rl_cluster_benchmark.core.errors import UserError
 
 ALIGNMENT = 4096
-CACHE_LINE = 8  # of 8-byte numbers: rows that different processes write do not share one
+CACHE_LINE = 8  # 8-byte numbers in a cache line: rows of this length, written by different processes, share none
 
 
 class SharedTensors:
-    """Named tensors in one piece of shared memory. Handed to a spawned process, they are the same memory there."""
+    """Named tensors in one piece of shared memory; passed to a worker process, they are the same memory there."""
 
     _tensors: dict[str, Tensor]
 
@@ -44,7 +44,7 @@ class SharedTensors:
         return self._tensors[name]
 
     def close(self) -> None:
-        """Give up this process's hold on the memory; tensors taken from it keep it mapped until they are gone."""
+        """Release this process's hold on the memory; tensors taken from it keep it mapped until they are gone."""
         self._tensors = {}
         os.close(self._fd)
 
@@ -65,5 +65,5 @@ class SharedTensors:
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes, rounded up so that the next tensor starts on a page of its own."""
+    """Return a tensor's size in bytes, rounded up so that the next tensor starts on a page of its own."""
     return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT

@@ -1,9 +1,9 @@
-"""Processes that stand still: found by a number that each of them counts up, reported with their Python stack.
+"""A watchdog for processes that hang: each counts up a number; one that stops counting is reported with its stack.
 
-A worker's number lies in memory that the parent reads. Every change of phase and every step of the optimiser counts
-(timing.py), so that a long update is no silence. One that waits for others says so: of several that stand still, those
-that do not wait are to blame. The main process is watched by a thread of its own, and that thread by faulthandler,
-which needs no interpreter.
+A worker's number lies in memory that the parent reads. Every change of phase and every optimiser step counts
+(core/timing.py), so that a long update does not look like a hang. A worker that waits for others says so: of several
+that stand still, those that do not wait are to blame. The main process is watched by a thread of its own, and that
+thread by faulthandler, which needs no interpreter.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core import commentary, timing
 
 SIGNAL = signal.SIGUSR2  # asks a worker for its stack
-STARTUP_SECONDS = 60.0  # more, until a process counts for the first time
+STARTUP_SECONDS = 60.0  # added to the limit until a process counts for the first time
 SECONDS_TO_ANSWER = 2.0
-SECONDS_BEYOND = 30.0
-OWN_PAUSE = 5.0  # seconds between two looks, from which on we were the ones who stood still
+SECONDS_BEYOND = 30.0  # added to the limit of a process that waits for others, so that theirs is reached first
+OWN_PAUSE = 5.0  # seconds between two looks; after a longer pause it was this process that stood still
 BEATS, WAITING = 0, 1
-ROW = 8  # numbers of 8 bytes: rows of different workers do not share a cache line
 PAGE = 4096
 
 
 class Pulse:
-    """A worker's number, and the file that its stack goes to. Handed to a forked process, it is the same there."""
+    """A worker's count of its progress, and the file for its stack, both shared by the worker and its parent."""
 
     def __init__(self) -> None:
         self._memory_fd = os.memfd_create("rlcb-pulse", os.MFD_CLOEXEC)
@@ -50,7 +49,7 @@ class Pulse:
     # In the worker
 
     def begin(self) -> None:
-        """From here on this process counts, and answers the signal with its stack."""
+        """Let this process count from now on, and answer the signal with its stack."""
         faulthandler.register(SIGNAL, file=self._stack_fd, all_threads=True)
         timing.on_beat(self._beat)
 
@@ -70,7 +69,7 @@ class Pulse:
         return bool(self._numbers[WAITING])
 
     def stack_of(self, pid: int) -> str:
-        """The Python stack of the worker, which is asked for it; or what keeps it from answering."""
+        """Ask the worker for its Python stack and return it, or a sentence that says why there is none."""
         try:
             process = psutil.Process(pid)
             if process.status() == psutil.STATUS_STOPPED:
@@ -109,7 +108,10 @@ class Watchdog:
         self._looked_at = time.monotonic()
 
     def hung(self, pulses: Sequence[Pulse], but: Collection[int]) -> list[int]:
-        """Ranks of workers that have stood still for too long and are not waiting; all, if all wait for each other."""
+        """Return the ranks of workers that have stood still for too long and do not wait for others.
+
+        If all of them stand still and wait, return all. Workers in `but` are not looked at.
+        """
         now = time.monotonic()
         pause = now - self._looked_at
         self._looked_at = now
@@ -121,7 +123,7 @@ class Watchdog:
             if beats != pulse.beats:
                 beats, since = pulse.beats, now
             elif pause > OWN_PAUSE:
-                since += pause  # they could not count for us: we were stopped, or writing to a slow disk
+                since += pause  # this process was stopped, or waited for a slow disk: the pause does not count
             self._seen[pulse] = beats, since
             if now - since > self.limit + (STARTUP_SECONDS if beats == 0 else 0.0):
                 still.append(rank)
@@ -133,13 +135,16 @@ class Watchdog:
 
 
 def limit_of(config: Config) -> float:
-    """Seconds. On several machines longer than one may wait for another: that is told as what it is."""
+    """Return after how many seconds without progress a process counts as hung.
+
+    On several machines it is longer than cluster.timeout, so that a lost machine is reported as such.
+    """
     limit = config.training.watchdog
-    return max(limit, config.cluster.timeout + SECONDS_BEYOND) if config.mode == "distributed" else limit
+    return max(limit, config.cluster.timeout + SECONDS_BEYOND) if config.is_distributed else limit
 
 
 def longest_hang(config: Config) -> float:
-    """Return how many seconds a main process may hang, at most, until it has ended itself."""
+    """Return after how many seconds, at most, a main process that hangs has ended itself."""
     return limit_of(config) + SECONDS_BEYOND + STARTUP_SECONDS
 
 
@@ -147,9 +152,10 @@ def longest_hang(config: Config) -> float:
 def watched(
     limit: float, *, is_parent: bool, waits_for: Callable[[], Path | None] = lambda: None
 ) -> Iterator[None]:  # fmt: skip
-    """This process must count, too; else it says where it stands, and ends. A parent waits for its workers' ends.
+    """Watch this process within the context: if it makes no progress for `limit` seconds, print its stack and end it.
 
-    `waits_for` names the file that the disk has not taken yet, if there is one.
+    A parent gets SECONDS_BEYOND more, since it may be waiting for its workers. `waits_for` returns the file that is
+    being written, if any, for the message.
     """
     beats, ended = 0, threading.Event()
     limit += SECONDS_BEYOND if is_parent else 0.0
@@ -171,7 +177,7 @@ def watched(
                 file = waits_for()
                 what = f"; it waits for the disk to take {file}" if file else ""
                 _say_and_end(f"error: The main process made no progress for {limit:g} s (training.watchdog){what}.")
-            if now - armed_at > limit / 4:  # for a hang that holds the interpreter, and with it this thread
+            if now - armed_at > limit / 4:  # for a hang that holds the interpreter lock, and so stops this thread, too
                 armed_at = now
                 faulthandler.dump_traceback_later(2 * limit + STARTUP_SECONDS, exit=True, file=commentary.stderr())
 

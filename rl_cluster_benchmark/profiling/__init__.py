@@ -1,1 +1,1 @@
-"""What a process of a run that is profiled measures about itself."""
+"""Measurements that each process of a profiled run makes of itself."""

@@ -1,4 +1,4 @@
-"""How a process learns that its run is profiled. Every worker of every run asks, so nothing heavy is imported here."""
+"""Start of the measurements in a profiled run. Every process of every run imports this, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rl_cluster_benchmark.profiling.stages import FOLDER_VARIABLE
 
 
 def attach(rank: int) -> None:
-    """Called by every process that computes; does nothing unless the run is profiled."""
+    """Start to measure this process if its run is profiled; called by every process that computes."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder:
         from rl_cluster_benchmark.profiling.observer import observe

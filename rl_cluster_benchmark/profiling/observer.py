@@ -1,7 +1,7 @@
-"""In each process of a run that is profiled: what it did with its time, between two moments that all have in common.
+"""The observer in each process of a profiled run: it records what the process does between two common moments.
 
-`rlcb profile` moves all processes from stage to stage by writing a byte to a file that they look at whenever they
-change phase: MEASURE (nothing but clocks), MEASURED, TRACE (with torch's profiler, in a process of each role), DONE.
+`rlcb profile` moves all processes from stage to stage by appending a byte to a file that they look at whenever they
+change phase: MEASURE (only clocks), MEASURED, TRACE (torch's profiler, in one process of each role), DONE.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from rl_cluster_benchmark.profiling.pass_timers import Passes
 from rl_cluster_benchmark.profiling.stages import DONE, MEASURE, MEASURED, STAGE_FILE, TRACE, TRACED_FILE, USAGE
 
 SECONDS_BETWEEN_LOOKS = 0.01
-OPERATORS = 200  # rows that are kept
+OPERATORS = 200  # rows of the profiler's table that are kept
 
 
 def observe(folder: str, rank: int) -> None:
+    """Observe this process from now on; results go to the folder."""
     timing.observer = Observer(Path(folder), rank)
 
 
 class Observer:
+    """Called at each change of phase (core/timing.py); follows the stages and writes this process's measurements."""
+
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self._stage, self._looked = 0, 0.0
@@ -51,7 +54,7 @@ class Observer:
         elif stage == MEASURED:
             self._result |= {"before": self._before, "after": self._now(clock)}
             (self.folder / f"{self.rank}.measured").touch()
-        elif stage == TRACE:  # later: whoever starts torch's profiler, for seconds, holds up those who wait for it
+        elif stage == TRACE:  # after measuring: starting torch's profiler takes seconds, in which others wait
             if str(self.rank) in (self.folder / TRACED_FILE).read_text().split():
                 self._start_profiler()
         elif stage == DONE:
@@ -76,6 +79,7 @@ class Observer:
         self._profiler.start()
         self._trace_started = time.perf_counter()
         self._passes.recording = True
+        (self.folder / f"{self.rank}.tracing").touch()
 
     def _stop_profiler(self) -> None:
         self._passes.recording = False

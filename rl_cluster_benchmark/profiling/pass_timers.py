@@ -1,7 +1,7 @@
-"""How long the parts of a pass take in a process that is profiled: forward, backward, the C code, the environments.
+"""Timers for the parts of a pass in a profiled process: forward, backward, the C code, the environments.
 
-Timers are laid around this package's own functions, in that process alone; a run that is not profiled has none.
-torch's profiler cannot look into C code and EnvPool: while it records, each timed call is a row of its own there.
+They wrap functions of this package, in that process alone; a run that is not profiled has none. torch's profiler
+cannot look into C code and EnvPool: while it records, each timed call is a row of its own in its table.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from rl_cluster_benchmark.profiling.stages import BACKWARD, FORWARD, INFERENCE
 
 PACKING = "native network: weights to bfloat16"
 LOSSES, WHOLE_PASS = "C heads and losses", "native network: forward, losses and backward"
-# (where, function, the name of its row)
+# (class or module, function, name of its row in the report)
 IN_C = (
     (native_network.NativeTrunk, "forward", "native network: forward"),
     (native_network.NativeTrunk, "backward", "native network: backward"),
     (native_network.NativeTrunk, "_pack", PACKING),
-    (minibatch_pass.HeadsPass, "__call__", LOSSES),
     (minibatch_pass.MinibatchInC, "call", WHOLE_PASS),
     (pooling, "_forward", "C max-pooling: forward"),
     (pooling, "_backward", "C max-pooling: backward"),
@@ -34,11 +33,13 @@ IN_C = (
 
 
 class Passes:
+    """Counts seconds, calls and samples of the passes and C functions that it wraps."""
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.calls: dict[str, int] = {}
         self.samples = dict.fromkeys((INFERENCE, FORWARD, BACKWARD), 0)
-        self.recording = False  # by torch's profiler
+        self.recording = False  # whether torch's profiler records now
 
     def install(self) -> None:
         for place, function, name in IN_C:
@@ -65,7 +66,7 @@ class Passes:
 
     def _counted_inference(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def features(model: ActorCritic, observations: torch.Tensor) -> Any:
-            if torch.is_grad_enabled():  # of a training pass
+            if torch.is_grad_enabled():  # part of a training pass, which _counted_pass counts
                 return function(model, observations)
             return self._counted(INFERENCE, len(observations), function, model, observations)
 
@@ -80,7 +81,10 @@ class Passes:
         return pass_through
 
     def _counted_call(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Passes in one call: the code in C says how long their parts took. Packing weights is a part of the first."""
+        """Count training passes that are one call of C code, from the seconds that it reports for their parts.
+
+        Packing the weights counts as a part of the forward pass.
+        """
 
         def call(of: minibatch_pass.MinibatchInC, *args: Any) -> int:
             before, packed = list(of.seconds), self.seconds.get(PACKING, 0.0)

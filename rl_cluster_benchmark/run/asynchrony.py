@@ -1,4 +1,4 @@
-"""How far apart those who act and those who learn were, over a whole run."""
+"""Metrics of asynchrony (policy lag, idle times and others), aggregated over a whole run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 
 class Asynchrony:
-    """Of each metric the mean over the updates; of one called `_max` the largest; of a count (system/) the last.
+    """Aggregates metrics over the updates of a run.
 
-    A share of the time since the start (`_idle`) is also taken as it was last.
+    It keeps the maximum of metrics whose names end in `_max`; the last value of counts (`system/...`) and of shares of
+    the time since the start (`..._idle`); and the mean of all others.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoints: tensors and plain values only, written whole or not at all, read without running any code in them.
+"""Checkpoints: tensors and plain values only, written atomically, read without running any code in them.
 
-A file is what torch.save writes, then a mark, then the SHA-256 of what stands before it. checkpoint_format.py says what
-may be in it.
+A file is the output of torch.save, then a mark, then the SHA-256 of that output. checkpoint_format.py says what may be
+in it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from rl_cluster_benchmark.run.checkpoint_format import (
 )
 from rl_cluster_benchmark.run.directory import RunDirectory
 
-MARK = b"RLCB-SHA256:"  # behind torch's file, before its digest
+MARK = b"RLCB-SHA256:"  # between torch's file and its digest
 DIGEST_BYTES = hashlib.sha256().digest_size
-ARCHIVE = b"PK\x03\x04"  # what torch's files begin with
+ARCHIVE = b"PK\x03\x04"  # the first bytes of torch's files
 
 
 class DamagedCheckpointError(UserError):
-    pass
+    """A checkpoint is cut short, changed, or not of this program; a run falls back to an older one."""
 
 
 def save(path: Path, state: dict[str, Any]) -> str:
-    """Write a checkpoint; returns its digest."""
+    """Write a checkpoint and return its digest."""
     return write(path, packed(state))
 
 
 def packed(state: dict[str, Any]) -> bytes:
-    """Return what `write` writes; the state may change afterwards."""
+    """Return a state as bytes for `write`; the state may change afterwards."""
     return pack({"format_version": FORMAT_VERSION, "written_by": __version__} | state)
 
 
@@ -54,13 +54,13 @@ def write(path: Path, content: bytes) -> str:
 
 
 def digest_at_end(data: bytes) -> str | None:
-    """Return the digest that ends a checkpoint file (or its last bytes); None if none is there."""
+    """Return the digest at the end of a checkpoint's content (its last bytes are enough), or None without one."""
     end = data[-DIGEST_BYTES - len(MARK) :]
     return end[len(MARK) :].hex() if end.startswith(MARK) and len(end) == DIGEST_BYTES + len(MARK) else None
 
 
 def digest_of(path: Path) -> str | None:
-    """Return the digest that ends the file, without checking the rest; None if there is no checkpoint."""
+    """Return the digest at the end of a file without checking the rest; None if the file is missing or has none."""
     try:
         with open_plain(path) as file:
             file.seek(max(0, file.seek(0, 2) - DIGEST_BYTES - len(MARK)))
@@ -80,7 +80,7 @@ def unpack(content: bytes) -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint that this program wrote, whole. Anything else is refused before any of it is interpreted."""
+    """Read a checkpoint that this program wrote; raise a UserError for any other or damaged file, before parsing it."""
     return parse(read(path), path)
 
 
@@ -98,13 +98,13 @@ def read(path: Path) -> bytes:
 
 
 def parse(data: bytes, path: Path) -> dict[str, Any]:
-    """The content of a checkpoint file, in today's form; `path` is for the sentence that refuses it."""
+    """Return the content of a checkpoint file in the current format; errors name `path`."""
     content = checked(data, path)
     try:
         check_archive(content)
         try:
             state = unpack(content)
-        except Exception:  # whatever a hostile file makes the reader throw
+        except Exception:  # a hostile file may make the reader raise anything
             raise FormatError("was refused: torch finds more in it than tensors and plain values") from None
         state = upgraded(state)
     except NewerFormatError as error:
@@ -115,7 +115,7 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _config(data: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Checked, and with the defaults of settings that the version which wrote it did not have."""
+    """Return a checkpoint's config, checked, with defaults for settings that are newer than the checkpoint."""
     try:
         return configs.to_dict(configs.build(data, {}, source="its config"))
     except UserError as error:
@@ -124,7 +124,7 @@ def _config(data: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def checked(data: bytes, path: Path) -> bytes:
-    """What stands before the checksum, if that is right."""
+    """Return what precedes the checksum; raise DamagedCheckpointError if the checksum is missing or wrong."""
     if not data:
         raise DamagedCheckpointError(f"Checkpoint {path} is damaged: the file is empty.")
     if not data.startswith(ARCHIVE):
@@ -142,10 +142,10 @@ def checked(data: bytes, path: Path) -> bytes:
 def newest(
     directory: RunDirectory, warn: Callable[[str], None] = print, *, put_aside: bool = True
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The newest good checkpoint of a run, None if there is none yet.
+    """Return the path and content of a run's newest good checkpoint, or None if none has been written yet.
 
-    Damaged ones are reported and put out of the way, or with `put_aside` false passed over in silence; that none is
-    good any more is an error, not a new beginning.
+    Damaged ones are reported and renamed, or skipped silently with `put_aside` false. If there are only damaged ones,
+    raise a UserError: the run must not silently start anew.
     """
     found, damaged = [], 0
     for path in [directory.final_checkpoint(), *directory.step_checkpoints()]:
@@ -162,7 +162,7 @@ def newest(
         except UserError:
             if path.exists():
                 raise
-            continue  # a run that is going on has pruned it
+            continue  # it was pruned meanwhile, by a run that is still going on
         if path != directory.final_checkpoint():
             break
     if damaged and not found:
@@ -174,9 +174,9 @@ def newest(
 
 
 def check_own(directory: RunDirectory) -> None:
-    """Raise if the checkpoints here are of a run elsewhere: a new one must not remove them, nor go on from them.
+    """Raise a UserError if the checkpoints belong to a run in another directory: they must not be removed or resumed.
 
-    Without --output-dir, runs of one algorithm and mode have one place for checkpoints, whatever their --log-dir.
+    Without --output-dir, runs of one algorithm and mode keep checkpoints in the same place, whatever their --log-dir.
     """
     try:
         found = newest(directory, put_aside=False)
@@ -192,13 +192,13 @@ def check_own(directory: RunDirectory) -> None:
 
 
 def prune(directory: RunDirectory, keep: int) -> None:
-    """Called when a newer one is complete and on the disk: the newest `keep` stay."""
+    """Remove all but the newest `keep` step checkpoints; called once a newer one is complete and on the disk."""
     for path in directory.step_checkpoints()[keep:]:
         path.unlink(missing_ok=True)
 
 
 def _folder_of(path: Path) -> Path:
-    """Return where a run's directory has its checkpoints."""
+    """Return the folder with the checkpoints of a run's directory: its `checkpoints`, or itself without one."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 

@@ -1,7 +1,7 @@
-"""What a checkpoint may hold. A checksum proves that a file is whole, not who wrote it: it may come from a stranger.
+"""The format of a checkpoint, checked because a checksum proves that a file is whole, but not who wrote it.
 
-Before torch reads it, the archive is looked through: nothing packed (a few bytes could stand for gigabytes), nothing
-named but tensors and plain containers. What was read is then compared with what a run writes, value by value.
+Before torch reads a file, its archive is checked: no entry may be compressed (a few bytes could expand to gigabytes),
+and only tensors and plain containers may be named. What was read is then validated value by value.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 FORMAT_VERSION = 2
 MAX_BYTES = 4 << 30
-MAX_DESCRIPTION = 16 << 20  # bytes that say what is in it, the tensors' numbers aside
+MAX_DESCRIPTION = 16 << 20  # bytes of the pickle in it, which describes the content without the tensors' numbers
 MAX_NAMES = 10_000
-PROTOCOL = 2  # of pickle, as torch.save writes it
-NAMING = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")  # other ways to name a thing
+PROTOCOL = 2  # the pickle protocol that torch.save uses
+NAMING = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")  # pickle's other ways to name
 
 ALLOWED = frozenset(
     {"torch._utils _rebuild_tensor_v2", "collections OrderedDict"}
@@ -29,15 +29,15 @@ ALLOWED = frozenset(
 
 
 class FormatError(ValueError):
-    """The message completes `Checkpoint P ...`."""
+    """A checkpoint that is refused; the message completes the sentence `Checkpoint P ...`."""
 
 
 class NewerFormatError(FormatError):
-    """Nothing is wrong with it but that this version of the program cannot know what it means."""
+    """A checkpoint of a newer format, which this version of the program does not know."""
 
 
 def check_archive(content: bytes) -> None:
-    """Raise unless torch can read it in about as much memory as the file is long."""
+    """Raise FormatError unless torch can read the archive safely, in about as much memory as the file is long."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             entries = archive.infolist()
@@ -62,7 +62,7 @@ def _check_names(description: bytes) -> None:
                 named.add(argument)
             elif operation.name in NAMING or (operation.name == "PROTO" and argument != PROTOCOL):
                 named.add(operation.name)
-    except Exception:  # whatever a hostile file makes the parser throw
+    except Exception:  # a hostile file may make the parser raise anything
         raise FormatError("is not a checkpoint of this program") from None
     if named - ALLOWED:
         raise FormatError("was refused: it holds more than tensors and plain values; loading it could run code")
@@ -76,16 +76,16 @@ Numbers = Annotated[list[Number], Field(max_length=MAX_NAMES)]
 
 
 def _as_large_as_it_claims(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor can claim to be of any size by repeating one number."""
+    """Refuse a tensor that is larger than its storage: strides of zero can make it any size from one number."""
     if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
         raise ValueError("claims more numbers than it has")
     return tensor
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """What YAML can write: a config holds nothing else, and not much of it."""
+    """Refuse a config with other values than plain ones, or with very many."""
     found: list[Any] = [config]
-    for value in found:  # grows as it goes
+    for value in found:  # the list grows within the loop
         if len(found) > MAX_NAMES or not isinstance(value, dict | list | str | int | float | None):
             raise ValueError("is no config")
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -97,7 +97,7 @@ Names = Annotated[dict[str, Tensor], Field(max_length=MAX_NAMES)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(arbitrary_types_allowed=True, strict=True)  # strict: else a tensor counts as a list
+    model_config = ConfigDict(arbitrary_types_allowed=True, strict=True)  # without strict, a tensor passes as a list
 
 
 class _Episodes(_Part):
@@ -124,7 +124,7 @@ class _Progress(_Part):
     episodes: _Episodes
     asynchrony: _Means
     bad_numbers: dict[str, Number]
-    run_id: Annotated[str, Field(max_length=64)] | None = None  # absent before there was one
+    run_id: Annotated[str, Field(max_length=64)] | None = None  # missing in older checkpoints
 
 
 class _Optimizer(_Part):
@@ -145,7 +145,7 @@ class _Moments(_Part):
 class _Algorithm(_Part):
     optimizer: _Optimizer
     reward_normalizer: _Scale
-    advantages: _Moments | None = None  # of IMPALA; absent before there were such
+    advantages: _Moments | None = None  # IMPALA's; missing in older checkpoints
 
 
 class _Checkpoint(_Part):
@@ -158,7 +158,7 @@ class _Checkpoint(_Part):
 
 
 def upgraded(state: Any) -> dict[str, Any]:
-    """The content in today's form, whichever version wrote it; raises if this program cannot know what it means."""
+    """Return the content in the current format, whichever version wrote it; raise FormatError if it is not valid."""
     version = state.get("format_version") if isinstance(state, dict) else None
     if type(version) is not int or version < 1:
         raise FormatError("is not a checkpoint of this program")
@@ -176,12 +176,12 @@ def upgraded(state: Any) -> dict[str, Any]:
         raise FormatError(f"is not a checkpoint of this program ({where[:80]!r} is not as it should be)") from None
     env = state["config"].get("env")
     if isinstance(env, dict) and env.get("use_sequential_levels") is True:
-        env["use_sequential_levels"] = False  # what it was in effect: true does nothing, and is refused today
+        env["use_sequential_levels"] = False  # older runs may say true, which had no effect and is refused today
     return state
 
 
 def _from_1(state: dict[str, Any]) -> None:
-    """Format 1 had no counts of bad numbers, and in its first days none of how far actors and learners were apart."""
+    """Add what format 1 lacks: counts of bad numbers and, in its oldest files, metrics of asynchrony."""
     if isinstance(state.get("progress"), dict):
         state["progress"].setdefault("asynchrony", {"sums": {}, "counts": {}})
         state["progress"].setdefault("bad_numbers", {})
@@ -191,7 +191,7 @@ UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {1: _from_1}
 
 
 def all_finite(value: Any) -> bool:
-    """No NaN and no infinity in the numbers and tensors of a checkpoint's state."""
+    """Return whether the numbers and tensors of a checkpoint's state contain no NaN and no infinity."""
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point() or bool(value.isfinite().all())
     if isinstance(value, dict):

@@ -1,11 +1,10 @@
-"""Where a run's files are, and who may write them."""
+"""The directory of a run: where its files are, and the locks that decide which process may write them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import socket
@@ -14,14 +13,16 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rl_cluster_benchmark.config.schema import Config, Mode
+from rl_cluster_benchmark.config.traits import LABELS as ALGORITHM_NAMES  # noqa: F401
+from rl_cluster_benchmark.config.traits import TRAITS
 from rl_cluster_benchmark.core.atomic_files import (
     cannot_write,
     check_can_write,
     make_directory,
-    open_plain,
+    read_object,
     remove_leftovers,
     sync_directory,
     write_atomically,
@@ -29,19 +30,17 @@ from rl_cluster_benchmark.core.atomic_files import (
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 
 LOCK = ".lock"
-LOOK_SECONDS = 0.2
-MAX_RESULT = 1_000_000  # bytes of an evaluation
-CLIPS = ("clip.webp", "clip.gif")  # of the agent, shown in reports
+LOOK_SECONDS = 0.2  # for which readers may hold a lock to see whether a run is going on
+CLIPS = ("clip.webp", "clip.gif")  # videos of the agent, shown in reports
 LOCK_ATTEMPTS = 5
-ALGORITHM_NAMES = {"ppo": "PPO", "a2c": "A2C", "a3c": "A3C", "impala": "IMPALA"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to write a run's files: locks, and a name in the first that a later claim replaces.
+    """The right to write a run's files: open locks, and the owner's name in the first lock file.
 
-    The name is for filesystems shared by machines: one that was cut off and comes back late, when the run goes on
-    elsewhere, finds another name and writes nothing more.
+    The name is for filesystems that machines share: a machine that was cut off and comes back when the run goes on
+    elsewhere finds the name of a later claim there, and writes nothing more.
     """
 
     path: Path
@@ -49,11 +48,11 @@ class Claim:
     owner: str
 
     def check(self) -> None:
-        """Raise if the lock file names another owner, also when it is another file than the one locked here."""
+        """Raise TrainingFailedError if the file at the lock's path names another owner than this claim."""
         try:
             owner = self.path.read_text(errors="replace")
         except FileNotFoundError:
-            return  # somebody has removed it; nobody has taken over
+            return  # the lock file was removed, but nobody has taken over
         if owner != self.owner:
             raise TrainingFailedError("Another process has taken over this run directory; this one writes no more.")
 
@@ -64,20 +63,27 @@ class Claim:
 
 @dataclass(frozen=True)
 class RunDirectory:
+    """The places of a run's files."""
+
     root: Path  # config.yaml, training_summary.json, metrics.json
     checkpoints: Path
     logs: Path  # metrics.jsonl, events.out.tfevents.*
-    name: str  # of the checkpoint files: ppo_sequential
+    name: str  # the beginning of checkpoints' file names, such as ppo_sequential
 
     @classmethod
     def of(cls, config: Config) -> RunDirectory:
         name = f"{config.algorithm}_{config.mode}"
-        label = f"{ALGORITHM_NAMES[config.algorithm]}_{config.mode.capitalize()}"
+        label = f"{config.traits.label}_{config.mode.capitalize()}"
         if config.output_dir is not None:
             root = Path(config.output_dir)
             return cls(root, root / "checkpoints", root / "logs" / label, name)
         logs = Path(config.logging.log_dir) / label
         return cls(logs, Path(config.logging.checkpoint_dir or Path("checkpoints", name)), logs, name)
+
+    @classmethod
+    def anywhere_in(cls, root: Path) -> RunDirectory:
+        """Return the directory of a run of whatever algorithm and mode, for what concerns all of them."""
+        return cls(root, root / "checkpoints", root / "logs" / "PPO_Sequential", "ppo_sequential")
 
     @property
     def lock(self) -> Path:
@@ -97,7 +103,7 @@ class RunDirectory:
 
     @property
     def benchmark_metrics(self) -> Path:
-        """Return where a former version of this program wrote its figures."""
+        """Return the file that holds the summary under an older name."""
         return self.root / "benchmark_metrics.json"
 
     @property
@@ -111,7 +117,7 @@ class RunDirectory:
         return self.checkpoints / f"{self.name}_step_{steps}.pt"
 
     def step_checkpoints(self) -> list[Path]:
-        """Newest first."""
+        """Return the checkpoints of steps, the newest first."""
         files = [file for file in _checkpoints(self.checkpoints, self.name) if file != self.final_checkpoint()]
         return sorted(files, key=_steps_in_name, reverse=True)
 
@@ -121,21 +127,24 @@ class RunDirectory:
 
     def has_something_to_replace(self) -> bool:
         """Return whether anything is here that a new run would replace."""
-        return self._a_run_was_here() or any(file.exists() for file in (self.config, self.metrics))
+        return self.a_run_was_here() or any(file.exists() for file in (self.config, self.metrics))
 
-    def _a_run_was_here(self) -> bool:
-        """Return whether there is a file that nobody but a run writes."""
+    def a_run_was_here(self) -> bool:
+        """Return whether there is a file that only runs write."""
         files = [self.summary, self.benchmark_metrics, *self._metrics_logs()]
         return any(file.exists() for file in files) or bool(self._checkpoints_here())
 
     def names(self) -> list[str]:
-        """Return the names of the runs that a new one replaces: of any, in a directory that no other run shares."""
+        """Return the names of runs that a new run would replace here.
+
+        A directory of --output-dir belongs to one run, whatever its algorithm and mode; others share --log-dir.
+        """
         if self.logs.parent != self.root / "logs":
             return [self.name]
-        return [f"{algorithm}_{mode}" for algorithm in ALGORITHM_NAMES for mode in get_args(Mode)]
+        return [f"{algorithm}_{mode}" for algorithm in TRAITS for mode in get_args(Mode)]
 
     def log_folders(self) -> list[Path]:
-        """Return the folders of logs that are here of these runs."""
+        """Return the existing log folders of the runs that a new run would replace."""
         names = self.names()
         return [folder for folder in self.logs.parent.glob("*_*") if folder.name.lower() in names]
 
@@ -146,7 +155,7 @@ class RunDirectory:
         return [file for name in self.names() for file in _checkpoints(self.checkpoints, name)]
 
     def contents(self) -> str:
-        """Return what is here of a run, in a few words."""
+        """Return a few words that say which files of a run are here; "" if there are none."""
         count = len(self._checkpoints_here())
         found = [f"{count} checkpoint{'' if count == 1 else 's'}"] if count else []
         found += ["metrics.jsonl"] if self._metrics_logs() else []
@@ -155,16 +164,16 @@ class RunDirectory:
         return ", ".join(found)
 
     def check_unchanged(self, seen: str) -> None:
-        """Raise if `contents()` is no longer what it was: a disk was unmounted, or has come back.
+        """Raise TrainingFailedError if `contents()` is no longer `seen`, as when a disk was unmounted or came back.
 
-        What a run decides about the one that was there holds only as long as this does.
+        What a starting run has decided about an earlier run here is valid only while that does not change.
         """
         now = self.contents()
         if now != seen:
             raise self.changed(seen, now)
 
     def changed(self, seen: str, now: str) -> TrainingFailedError:
-        """Return the error of a directory whose contents changed behind the back of whoever holds its lock."""
+        """Return the error that the directory's contents changed although this process holds its lock."""
         return TrainingFailedError(
             f"{self.root} changed while this run was starting: it held {seen or 'no run'}, then {now or 'no run'}. "
             "Nothing was removed; start the command again."
@@ -172,32 +181,32 @@ class RunDirectory:
 
     @property
     def jobs(self) -> Path:
-        """Who began the run that is here: the launch, or the job of a scheduler, that may start its command again."""
+        """Return the file that names the launches or scheduler jobs which began the run here and may restart it."""
         return self.root / ".begun-by"
 
     def was_begun_by(self, job: str) -> bool:
-        """Return whether an earlier attempt of this job has begun the run that is here."""
+        """Return whether an earlier attempt of this job began the run here."""
         try:
             return bool(job) and job in self.jobs.read_text().splitlines() and self.holds_a_run()
         except OSError:
             return False
 
     def begin_run(self, jobs: Sequence[str]) -> None:
-        """Remove the run that was here. Who began the next one is written before anything of it."""
+        """Remove the earlier run, and write which jobs begin the new one, before any file of the new run."""
         for folder in dict.fromkeys((self.root, self.checkpoints, *self.log_folders(), self.logs)):
-            check_can_write(folder)  # else a part of it would go, and the next one could not begin
+            check_can_write(folder)  # before anything is removed: else the old run would be lost and no new one begun
         self.remove_run()
-        sync_directory(self.checkpoints)  # the old ones do not come back beside the new config
+        sync_directory(self.checkpoints)  # so that a power failure does not bring old checkpoints back
         names = sorted({job for job in jobs if job})
         if names:
             write_atomically(self.jobs, "".join(f"{name}\n" for name in names).encode())
 
     def claim(self, *, may_hold_a_run: bool, patience: float = 0.0, job: str = "") -> Claim:
-        """Make the directory and lock it for this process; returns the locks, to be held until the end.
+        """Make the directory and lock it for this process; return the claim, to be held until the end.
 
-        A directory that already holds a run is refused, unless that run is to be resumed or overwritten, or was begun
-        by an earlier attempt of this job. One that is in use is waited for, up to `patience` seconds. Checkpoints may
-        be elsewhere, and have a lock of their own.
+        Raise a UserError if the directory already holds a run, unless `may_hold_a_run` (to resume or overwrite it) or
+        an earlier attempt of this job began it. Wait up to `patience` seconds for a directory that is in use. The
+        checkpoints have a lock of their own, since they may be in another directory.
         """
         locks = [lock_directory(self.root, self.checkpoints, self.logs, patience=patience)]
         try:
@@ -222,9 +231,9 @@ class RunDirectory:
         return Claim(self.lock, tuple(locks), owner)
 
     def _check_free(self, lock: int, may_hold_a_run: bool) -> None:
-        """Refuse a directory with a run, if there may be none, and always one with the files of somebody else."""
+        """Raise a UserError if the directory holds a run but may not, is in use, or holds files that no run wrote."""
         last_owner = os.pread(lock, 1 << 20, 0).decode(errors="replace").split()
-        if self.has_something_to_replace() and not last_owner and not self._a_run_was_here():
+        if self.has_something_to_replace() and not last_owner and not self.a_run_was_here():
             names = " and ".join(file.name for file in (self.config, self.metrics) if file.exists())
             raise UserError(
                 f"{names} in {self.root} would be replaced, and no run has written it; choose another --output-dir."
@@ -238,10 +247,10 @@ class RunDirectory:
             raise UserError(f"{self.root} is in use by another run; choose another --output-dir.")
 
     def remove_run(self) -> None:
-        """Remove the run, and its evaluations and clips, which must not pass for those of the next one.
+        """Remove the run with its evaluations and clips, which must not be taken for those of the next run.
 
-        A kill in the middle leaves a run that `--resume` can go on with, from a checkpoint that is left or from the
-        beginning: the log goes after the checkpoints, and the config last.
+        The log is removed after the checkpoints, and the config last. So a kill in the middle leaves a run that
+        `--resume` can go on with, from a checkpoint that is left or from the beginning.
         """
         for file in [
             self.jobs,
@@ -258,13 +267,16 @@ class RunDirectory:
             file.unlink(missing_ok=True)
 
     def _results(self) -> list[Path]:
-        """Clips, and evaluations but those that name another run; all, where nothing tells the run's own name."""
+        """Return the run's clips and evaluations: all that do not name another run by its id.
+
+        If the run's own id is not known, return all.
+        """
         if not self.has_something_to_replace():
             return []
-        mine = (_read_json(self.summary) or {}).get("run_id")
+        mine = (read_object(self.summary) or {}).get("run_id")
         found = [self.root / name for name in CLIPS]
         for file in self.root.glob("eval*.json"):
-            content = _read_json(file) or {}
+            content = read_object(file) or {}
             of = content.get("origin")
             others = of.get("run_id") if isinstance(of, dict) else None
             if "mean_reward" in content and (mine is None or others in (None, mine)):
@@ -273,7 +285,7 @@ class RunDirectory:
 
 
 def lock_directory(root: Path, *others: Path, patience: float = 0.0) -> int:
-    """Make the directories and lock the first for this process; returns the lock, to be held open."""
+    """Make the directories and lock the first for this process; return the lock's descriptor, to be kept open."""
     lock = None
     try:
         lock = lock_file(root / LOCK, patience=patience)
@@ -289,9 +301,9 @@ def lock_directory(root: Path, *others: Path, patience: float = 0.0) -> int:
 
 
 def lock_file(path: Path, *, shared: bool = False, patience: float = 0.0) -> int | None:
-    """Make the file and its directory and lock it; returns the lock, to be held open, None if others have it.
+    """Make a file and its directory and lock it; return the descriptor, to be kept open, or None if others have it.
 
-    The lock is the file's, not the name's: a file that was removed while it was waited for is made again.
+    A lock belongs to the file, not to its name: if the file was removed during the wait, it is made again.
     """
     for _ in range(LOCK_ATTEMPTS):
         make_directory(path.parent)
@@ -312,8 +324,11 @@ def lock_file(path: Path, *, shared: bool = False, patience: float = 0.0) -> int
 
 
 def _lock(descriptor: int, kind: int, patience: float) -> bool:
-    """False: somebody else has it. A filesystem that knows no locks lets everybody in; Claim.check() is left."""
-    # A moment at least: whoever looks whether a run is going on (analysis/runs.py) holds the lock for it.
+    """Lock a file within `patience` seconds; return False if another process holds the lock.
+
+    On a filesystem without locks, return True: there, only Claim.check() notices a second writer.
+    """
+    # Wait at least LOOK_SECONDS: a reader that tests whether a run is going on (tools/analysis) holds the lock shortly.
     deadline = time.monotonic() + max(patience, LOOK_SECONDS)
     while True:
         try:
@@ -327,18 +342,8 @@ def _lock(descriptor: int, kind: int, patience: float) -> bool:
         time.sleep(0.05)
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a small file; None if it holds none."""
-    try:
-        with open_plain(file) as opened:
-            content = json.loads(opened.read(MAX_RESULT))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def _is_open_in(pid: str, descriptor: int) -> bool:
-    """Return whether another process of this machine has the file open: locks may be unknown to the filesystem."""
+    """Return whether another process of this machine has the file open; for filesystems without locks."""
     if pid == str(os.getpid()):
         return False
     own = os.fstat(descriptor)
@@ -350,9 +355,9 @@ def _is_open_in(pid: str, descriptor: int) -> bool:
 
 
 def _checkpoints(folder: Path, name: str, suffix: str = "") -> list[Path]:
-    """Return the checkpoints there that a run has named; a copy under a name that somebody has chosen is not the run's.
+    """Return the checkpoints in a folder whose names a run has made; copies under other names are not the run's.
 
-    What is not returned is neither resumed from nor removed.
+    Files that are not returned are neither resumed from nor removed.
     """
     own = re.compile(rf"{name}_(final|step_[0-9]+)\.pt{re.escape(suffix)}")
     return [file for file in folder.glob(f"{name}_*.pt{suffix}") if own.fullmatch(file.name)]

@@ -1,4 +1,4 @@
-"""Statistics over finished episodes: the first window, the last, the best."""
+"""Statistics over finished episodes: the first 100, the last 100, and the best mean over 100."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ WINDOW = 100
 
 
 class EpisodeStatistics:
+    """Rewards and lengths of a run's finished episodes."""
+
     def __init__(self) -> None:
         self.count = 0
-        self.total = 0.0  # sum of the rewards of all of them
+        self.total = 0.0  # sum of the rewards of all episodes
         self.first: list[float] = []
         self.last: deque[float] = deque(maxlen=WINDOW)
         self.last_lengths: deque[int] = deque(maxlen=WINDOW)
         self.best: float | None = None
 
     def add(self, episodes: Iterable[tuple[float, ...]]) -> None:
-        """Count episodes, each (reward, length) and whatever else is known of it, in this order."""
+        """Add finished episodes in order, each a tuple that begins with (reward, length)."""
         for reward, length, *_ in episodes:
             self.count += 1
             self.total += reward
@@ -41,7 +43,7 @@ class EpisodeStatistics:
         return fmean(self.last_lengths) if self.last_lengths else None
 
     def summary(self) -> dict[str, float | int | None]:
-        """Means over 100 episodes, or over all there are; None where no episode has ended."""
+        """Return mean rewards over 100 episodes, or over all if there are fewer; None if no episode has ended."""
         return {
             "initial_reward": fmean(self.first) if self.first else None,
             "initial_reward_std": pstdev(self.first) if self.first else None,
@@ -63,6 +65,6 @@ class EpisodeStatistics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count, self.best, self.first = state["count"], state["best"], list(state["first"])
-        self.total = state.get("total", 0.0)  # older checkpoints do not say
+        self.total = state.get("total", 0.0)  # missing in older checkpoints
         self.last.extend(state["last"])
         self.last_lengths.extend(state["last_lengths"])

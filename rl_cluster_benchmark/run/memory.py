@@ -1,4 +1,4 @@
-"""How much memory a run's processes use."""
+"""Measurement of how much memory a run's processes use."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import time
 import psutil
 
 SECONDS_BETWEEN_READINGS = 10.0  # at least
-SHARE_OF_TIME = 0.001  # that readings may take, after
-FIRST_READINGS = 3  # of which one sees all processes at work
+SHARE_OF_TIME = 0.001  # the part of the time that readings may take, after the first ones
+FIRST_READINGS = 3  # made without regard to that, so that one of them sees all processes at work
 
 
 class MemoryReadings:
-    """Of this process and its workers, made seldom: each takes a core from a worker, and all wait for that worker.
+    """Reads the memory of this process and its workers, seldom, because a reading slows down the training.
 
-    The kernel walks over all pages of every process, which takes it tens of milliseconds for each.
+    The kernel walks over all pages of every process, which takes tens of milliseconds for each. That takes a core from
+    a worker, for which all others wait.
     """
 
     def __init__(self) -> None:
@@ -26,12 +27,15 @@ class MemoryReadings:
         return time.perf_counter() >= self.next_at
 
     def read(self) -> dict[int, int]:
-        """By process, the proportional set size, which counts shared memory once over all of them."""
+        """Return the proportional set size of each process, in bytes by process id; schedule the next reading.
+
+        This size counts shared memory in equal parts for the processes that share it, so their sum counts it once.
+        """
         began = time.perf_counter()
         parent = psutil.Process()
         sizes = {}
         for process in (parent, *parent.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # one that has just ended
+            with contextlib.suppress(psutil.Error):  # the process has just ended
                 sizes[process.pid] = process.memory_full_info().pss
         now = time.perf_counter()
         self._count += 1

@@ -1,4 +1,4 @@
-"""The time series of a run: a line of JSON and a TensorBoard point per log interval, both over environment steps."""
+"""The metrics log of a run: a line of JSON and TensorBoard points per log interval, both over environment steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from rl_cluster_benchmark.core.atomic_files import cannot_write, write_atomicall
 from rl_cluster_benchmark.core.errors import UserError
 
 MAX_LINE = 65_536
-KEYS = ("step", "time", "update")  # of each line; all others are scalars named as in CleanRL
+KEYS = ("step", "time", "update")  # in every line; all other keys are scalars named as in CleanRL
 
 
 class MetricsWriter:
+    """Appends lines to metrics.jsonl and, if asked to, points to TensorBoard's files beside it."""
+
     def __init__(self, path: Path, *, tensorboard: bool, resumed_at: int | None) -> None:
         self.path = path
         self._tensorboard: Any = None
         try:
             self._file = path.open("a", encoding="utf-8")
             if tensorboard:
-                # TensorBoard drops what an interrupted run wrote after the checkpoint that this one starts from.
+                # Let TensorBoard drop what the interrupted run wrote after the checkpoint that this one resumes from.
                 purge = resumed_at + 1 if resumed_at is not None else None
                 self._tensorboard = summary_writer()(str(path.parent), purge_step=purge)
         except OSError as error:
@@ -43,7 +45,7 @@ class MetricsWriter:
             raise cannot_write(self.path, error) from None
 
     def flush(self) -> None:
-        """Make what was written last through a power failure: no checkpoint is to be newer than the log."""
+        """Flush the log to the disk; called before a checkpoint is written, which must not be newer than the log."""
         try:
             os.fsync(self._file.fileno())
             if self._tensorboard is not None:
@@ -52,7 +54,7 @@ class MetricsWriter:
             raise cannot_write(self.path, error) from None
 
     def close(self) -> None:
-        """Every line was flushed when it was written: what cannot be written now was reported then."""
+        """Close the files, ignoring errors: every line was flushed when it was written, and an error raised then."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
@@ -61,7 +63,7 @@ class MetricsWriter:
 
 
 def summary_writer() -> Any:
-    """Return TensorBoard's class; it is imported when it is needed, for it takes a second."""
+    """Import and return TensorBoard's writer class; not at the top of the file, because it takes a second."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -75,13 +77,13 @@ def summary_writer() -> Any:
 
 
 def _but_for_tensorboard(args: threading.ExceptHookArgs) -> None:
-    """Its thread cannot write: the next call of the writer says so, once, in our words."""
+    """Silence write errors in TensorBoard's thread, a hook for threading: the writer's next call raises them, too."""
     if type(args.thread).__name__ != "_AsyncWriterThread" or not issubclass(args.exc_type, OSError):
         threading.__excepthook__(args)
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl; one cut short by a crash is left out."""
+    """Return the lines of a metrics.jsonl, without invalid ones, such as a line that a crash cut short."""
     lines = []
     try:
         with path.open("rb") as file:
@@ -104,14 +106,14 @@ def _parse(line: bytes) -> dict[str, float] | None:
 
 
 def cut_after(path: Path, update: int) -> None:
-    """Drop the lines of updates that are about to be made again."""
+    """Remove the lines after this update, because a resumed run makes those updates again."""
     if path.exists():
         kept = [json.dumps(line) + "\n" for line in read_lines(path) if line["update"] <= update]
         write_atomically(path, "".join(kept).encode())
 
 
 def write_columns(path: Path, lines: Iterable[dict[str, float]]) -> None:
-    """metrics.json: one list per metric, all of the same length."""
+    """Write metrics.json: one list per metric, all of the same length."""
     rows = list(lines)
     names = list(dict.fromkeys(name for row in rows for name in row))
     write_json(path, {name: [row.get(name) for row in rows] for name in names})

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a plain line now and then elsewhere."""
+"""The progress display of a run: a bar on a terminal, elsewhere a plain line at most every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class Status:
-    fraction: float  # done, 0 to 1
+    fraction: float  # of the run that is done, 0 to 1
     elapsed: float  # seconds
     seconds_left: float | None
     step: int
@@ -41,7 +41,7 @@ class Progress:
         self._bar: tqdm | None = None
         self._last_line = 0.0
         self._last_status: Status | None = None
-        lines = os.environ.get("RLCB_PROGRESS") == "lines"  # for launchers that gather several outputs
+        lines = os.environ.get("RLCB_PROGRESS") == "lines"  # set by launchers that merge the outputs of several runs
         if sys.stderr is not None and sys.stderr.isatty() and not lines:
             self._bar = tqdm(total=1000, bar_format="{desc}{percentage:3.0f}%|{bar}|{postfix}", dynamic_ncols=True)
             self._bar.set_description("Training")
@@ -67,7 +67,7 @@ class Progress:
 
     def _print(self) -> None:
         assert self._last_status is not None
-        with contextlib.suppress(OSError, ValueError):  # the reader of our output is gone; the run goes on
+        with contextlib.suppress(OSError, ValueError):  # nobody reads the output any more; the run goes on
             print(self._last_status.line(), flush=True)
         self._last_line, self._last_status = time.monotonic(), None
 

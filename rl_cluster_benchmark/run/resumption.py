@@ -1,6 +1,6 @@
-"""--resume: is there a run to go on with, and does the command ask for the task that the run has?
+"""Checks for --resume: whether there is a run to go on with, and whether the command asks for the run's own task.
 
-Nothing here writes or locks: a mistake is found before anything of the run is touched.
+Nothing here writes or locks, so a mistake is found before anything of the run is touched.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
 
-# A file that tells what a directory holds, and how to go on with that.
+# Files by which other things than runs are recognised, and the words for an error message.
 NOT_A_RUN = {
     "benchmark.yaml": "it holds a benchmark, which `rlcb benchmark --resume` goes on with",
     "scaling.json": "it holds the results of `rlcb scaling`",
     "projection.json": "it holds the results of `rlcb scaling --project`",
     "tune.json": "it holds the results of `rlcb tune`",
 }
-MOST_NAMED = 5  # other runs, in a sentence
+MOST_NAMED = 5  # other runs that an error message names
 
 
 def check(config: Config, directory: RunDirectory, *, must_exist: bool) -> Config | None:
-    """Return the config with which the run in `directory` goes on, or None if there is none.
+    """Return the config with which the run in `directory` goes on, or None if there is no run.
 
-    A run that does not exist though it must, and a config of another task than the run's, raise a UserError.
+    Raise a UserError if there is no run but must be one, or if the config asks for another task than the run's.
     """
     if not directory.holds_a_run():
         if must_exist or directory.metrics_log.exists():
@@ -63,8 +63,17 @@ def finished_with(directory: RunDirectory) -> int | None:
     return summary.get("total_updates") if summary.get("state") == "finished" else None
 
 
+def remove_results_after(directory: RunDirectory, updates: int) -> None:
+    """Remove what tells of updates that are about to be made again: nothing else would, if the run is killed."""
+    for file in (directory.summary, directory.benchmark_metrics):
+        made = _content(file).get("total_updates")
+        if isinstance(made, int | float) and made > updates:
+            directory.metrics.unlink(missing_ok=True)
+            file.unlink()
+
+
 def _changes(before: Config, now: Config) -> dict[str, str]:
-    """Return what a run may not change, and would: key -> `the new value (it was the old one)`."""
+    """Return the changes that a resumed run may not make: key -> `new value (it was old value)`."""
     found = {}
     old, new = (configs.to_dict(config) for config in (before, now))
     for config, data in ((before, old), (now, new)):
@@ -81,12 +90,12 @@ def _changes(before: Config, now: Config) -> dict[str, str]:
 
 
 def _is_derived(key: str, before: Config, now: Config) -> bool:
-    """Return whether the run keeps its environments although this key says otherwise."""
+    """Return whether a key's change does not matter because the run keeps its number of environments anyway."""
     share, was = now.parallel.num_envs_per_worker, before.parallel.num_envs_per_worker
     if key == "env.num_envs":
-        return now.mode != "sequential" and share is not None
+        return not now.is_sequential and share is not None
     if key == "parallel.num_envs_per_worker":
-        if now.mode != "parallel" or share is None:
+        if not now.is_parallel or share is None:
             return True
         num_envs = _num_envs(now)
         return num_envs == before.env.num_envs or (num_envs is None and was is None)
@@ -94,11 +103,11 @@ def _is_derived(key: str, before: Config, now: Config) -> bool:
 
 
 def _with_its_environments(config: Config, before: Config) -> Config:
-    """Return the config with the number of environments that the run has, whatever number of workers shares them.
+    """Return the config with the run's number of environments, whatever number of workers shares them now.
 
-    Several machines find out together how many workers they are (see cluster/node.py).
+    Only in parallel mode: on several machines training/node.py does it, when all of them have met.
     """
-    if config.mode != "parallel" or _num_envs(config) == before.env.num_envs:
+    if not config.is_parallel or _num_envs(config) == before.env.num_envs:
         return config
     print(
         f"The run keeps its {before.env.num_envs} environments, whatever number of workers shares them; "
@@ -106,13 +115,13 @@ def _with_its_environments(config: Config, before: Config) -> Config:
         flush=True,
     )
     changes = {"env.num_envs": before.env.num_envs, "parallel.num_envs_per_worker": None}
-    return configs.build(configs.to_dict(config), changes, source="the run to resume")
+    return configs.with_changes(config, changes, source="the run to resume")
 
 
 def _num_envs(config: Config) -> int | None:
     """Return how many environments a run in parallel mode would have; None if this machine's cores decide."""
     share = config.parallel.num_envs_per_worker
-    actors = config.impala.num_actors if config.algorithm == "impala" else None
+    actors = config.impala.num_actors if config.traits.has_actors else None
     workers = actors or config.parallel.num_workers
     if share is None:
         return config.env.num_envs
@@ -120,7 +129,10 @@ def _num_envs(config: Config) -> int | None:
 
 
 def _check_that_none_was_saved(directory: RunDirectory, written: Config | None) -> None:
-    """A run without checkpoints begins again, unless it has some elsewhere or had some once."""
+    """Raise a UserError if a run without checkpoints here once had some, or has some in another directory.
+
+    A run that never had any may begin again.
+    """
     summary = _summary(directory)
     places = [directory]
     if written is not None:
@@ -131,7 +143,7 @@ def _check_that_none_was_saved(directory: RunDirectory, written: Config | None) 
     damaged = [file for place in places for file in place.checkpoints.glob(f"{place.name}_*.pt.damaged")]
     if had or damaged or any(place.step_checkpoints() for place in places):
         if checkpoint.newest(directory, put_aside=False) is not None:
-            return  # the attempt before this one was still going on: it has saved one, or pruned the one just listed
+            return  # an earlier attempt that was still going on has meanwhile saved one, or pruned the one just seen
         raise UserError(
             f"The run in {directory.root} has saved checkpoints, but there is none in {directory.checkpoints}. Give "
             "the directories that it was started with (--output-dir, or --log-dir and --checkpoint-dir); --overwrite "
@@ -165,9 +177,13 @@ def _runs_near(directory: RunDirectory) -> Iterator[Path]:
 
 
 def _summary(directory: RunDirectory) -> dict[str, Any]:
+    return _content(directory.summary)
+
+
+def _content(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        summary = json.loads(directory.summary.read_bytes())
-        return summary if isinstance(summary, dict) else {}
+        content = json.loads(file.read_bytes())
+        return content if isinstance(content, dict) else {}
     return {}
 
 

@@ -1,13 +1,12 @@
 """A run: its counters, and everything that is written while it goes on.
 
-In sequential mode the training loop drives it itself; in the other modes the parent process does, with what the workers
-report (see execution/loop.py for the calls).
+In sequential mode the training loop calls its methods itself; in the other modes the parent process does, with what the
+workers report (see execution/loop.py for the calls).
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import multiprocessing
 import os
@@ -24,24 +23,30 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.core.text import timestamp
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.learning.bad_numbers import COUNTS
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
 from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.memory import MemoryReadings
 from rl_cluster_benchmark.run.progress import Progress, Status
 from rl_cluster_benchmark.run.saver import Saver
 
-SHORTEST_RATE = 1.0  # seconds that a speed is a mean over, at least
+SHORTEST_RATE = 1.0  # seconds, the shortest time that a logged speed is the mean over
 FINAL_FPS_UPDATES = 10
-BAD_IN_A_ROW = 100  # updates that teach nothing, until a run that skips them ends
+BAD_IN_A_ROW = 100  # consecutive updates left out because of NaN or infinity, after which a run ends
 
 
 class Run:
+    """A training run: counts steps and updates, logs, saves checkpoints, and writes the summary.
+
+    Use it as a context manager around the training; leaving the context writes the summary.
+    """
+
     def __init__(
         self,
         config: Config,
@@ -56,13 +61,13 @@ class Run:
         self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
         self.resume, self.resumed_path, self.resumed_from = resume, resumed_path, resumed_from
         self.summary: dict[str, Any] | None = None
-        self.run_id = uuid.uuid4().hex  # kept when the run is resumed, copied with its files
-        self.code = summary.code()  # as it was loaded: a checkout may be at another commit when the run ends
-        self.newest_checkpoint: dict[str, Any] | None = None  # {file, digest, steps}: results name what they are of
+        self.run_id = uuid.uuid4().hex  # stays the same when the run is resumed or its files are copied
+        self.code = summary.code()  # read now, because a checkout may be at another commit when the run ends
+        self.newest_checkpoint: dict[str, Any] | None = None  # {file, digest, steps}; evaluations refer to the digest
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
         self.asynchrony = Asynchrony()
-        self.bad_numbers: dict[str, float] = {}  # what was NaN or infinite, and how often
+        self.bad_numbers: dict[str, float] = {}  # counts of what was NaN or infinite
         self._bad_in_a_row = 0
         self.steps = self.updates = 0
         self.peak_memory = 0
@@ -74,7 +79,7 @@ class Run:
             self._restore(resumed_from["progress"])
             if resumed_path is not None:
                 self._note_checkpoint(resumed_path, checkpoint.digest_of(resumed_path), self.steps)
-        self._unlogged: dict[str, float] | None = None  # the line of the last update, unless it is in the log
+        self._unlogged: dict[str, float] | None = None  # the last update's line, until it is written to the log
         self._metrics: metrics.MetricsWriter | None = None
         self._progress: Progress | None = None
         self._started = self._cpu_started = 0.0
@@ -82,24 +87,25 @@ class Run:
         self._saver = Saver()
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
         self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
-        self.jobs: list[str] = []  # who started these machines, and may do it again
-        self.num_learners = plan.num_learners  # of IMPALA, on all machines
-        self.memory_elsewhere: Callable[[], int] = lambda: 0
-        self.may_write: Callable[[], None] = lambda: None  # raises if somebody else has taken over
-        self.may_begin: Callable[[], None] = lambda: None  # raises if what is there is not what was seen
+        self.jobs: list[str] = []  # names of the jobs that started these machines and may start them again
+        self.num_learners = plan.num_learners  # IMPALA's, on all machines
+        self.memory_elsewhere: Callable[[], int] = lambda: 0  # bytes that other machines use
+        self.may_write: Callable[[], None] = lambda: None  # raises if another process has taken over the directory
+        self.may_begin: Callable[[], None] = lambda: None  # raises if the directory has changed since it was checked
 
     # The course of a run
 
     def start(self) -> None:
-        """From here on time counts, and files are written: whatever could be wrong with the input has been found."""
+        """Begin the run's files and start to count time; called when all checks of the input have been passed."""
         if self.config.logging.tensorboard:
-            metrics.summary_writer()  # that it is not installed is said before anything is removed
+            metrics.summary_writer()  # raises, if it is not installed, before anything is removed
         self.check_begun()
         self.may_write()
         self.may_begin()
         if not self.resume:
             self.directory.begin_run(self.jobs)
         write_atomically(self.directory.config, configs.to_yaml(self.config).encode())
+        resumption.remove_results_after(self.directory, self.updates)
         metrics.cut_after(self.directory.metrics_log, self.updates)
         self._metrics = metrics.MetricsWriter(
             self.directory.metrics_log,
@@ -107,16 +113,19 @@ class Run:
             resumed_at=self.steps if self.resume else None,
         )
         self._progress = Progress()
-        self._read_memory()  # all workers are there now; at the first update of a short run some may have ended
-        self._memory_readings.next_at = 0.0  # and again then: all buffers are in use
+        self._read_memory()  # now, while all workers exist: at the first update of a short run some may have ended
+        self._memory_readings.next_at = 0.0  # and again at the first update, when all buffers are in use
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._last_checkpoint = self._started
-        self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
-        self._logs: deque[tuple[float, int]] = deque([self._recent[0]])  # when, how many steps
+        self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)])
+        self._logs: deque[tuple[float, int]] = deque([self._recent[0]])  # (time, steps) of recent log lines
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training, those before a resume included; no less than a worker's clock has said."""
+        """Return the seconds of training so far, those before a resume included.
+
+        It is never less than a time that a worker has reported, whose clock may be ahead.
+        """
         here = time.perf_counter() - self._started if self._started else 0.0
         return max(self._elapsed_before + here, self.last_update_at)
 
@@ -135,22 +144,25 @@ class Run:
 
     @property
     def fraction(self) -> float:
-        """How much of the run is done, by steps or by time, whichever will end it first."""
+        """Return how much of the run is done, 0 to 1: by steps or by time, whichever is further."""
         training = self.config.training
         by_time = self.elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
         return min(1.0, max(self.steps / training.total_timesteps, by_time))
 
     def interrupted(self) -> bool:
-        """Somebody sent a signal: end as soon as the model is in good order."""
+        """Return whether a signal has asked the run to end as soon as the model is in a consistent state."""
         return self.signals.received is not None
 
     def check_begun(self) -> None:
-        """Raise Interrupted if a signal came before `start`: nothing has been written that an ending could spoil."""
+        """Raise Interrupted if a signal came before `start`, when nothing has been written yet."""
         if self._metrics is None:
             self.signals.check()
 
     def should_stop(self) -> bool:
-        """Is a rollout to be abandoned? When time is up, yes, but an update in hand is finished: it counts whole."""
+        """Return whether to give up the current rollout: after a signal, or when time is up.
+
+        Updates do not ask this: one that has begun when time is up is completed.
+        """
         return self.interrupted() or (self.updates > 0 and self._time_is_up())
 
     def is_complete(self) -> bool:
@@ -164,10 +176,13 @@ class Run:
         asynchrony: dict[str, float] | None = None,
         at: float | None = None,
     ) -> None:
-        """One update is done, after so many seconds of training by the clock of who did it: count, log, show."""
+        """Count an update of `steps` environment steps, and log and show it if it is due.
+
+        `at` is the time of the update in seconds of training, by the clock of the process that made it.
+        """
         self._saver.check()
         self.asynchrony.add(asynchrony or {})
-        is_whole = not math.isfinite(losses["policy_loss"])  # not one step of the optimiser was taken
+        is_whole = not math.isfinite(losses["policy_loss"])  # all optimiser steps of the update were left out
         self.note_bad({name: losses.pop(name, 0.0) for name in COUNTS}, is_whole_update=is_whole)
         if not is_whole:
             self._bad_in_a_row = 0
@@ -176,6 +191,7 @@ class Run:
         self.episodes.add(episodes)
         self.last_update_at = self.elapsed if at is None else max(self.last_update_at, at)
         self._recent.append((self.last_update_at, self.steps))
+        _forget_older_updates(self._recent)
         if self._memory_readings.is_due():
             self._read_memory()
         self._unlogged = self._line(losses, asynchrony or {})
@@ -183,7 +199,10 @@ class Run:
             self._log()
 
     def note_bad(self, counts: Mapping[str, float], *, is_whole_update: bool) -> None:
-        """NaN or infinite numbers were met, and what they would have spoilt was left out (training.on_nan = skip)."""
+        """Count NaN and infinite numbers because of which something was left out (training.on_nan = skip).
+
+        Raise TrainingFailedError when BAD_IN_A_ROW whole updates have been left out.
+        """
         found = {name: count for name, count in counts.items() if count}
         if not found:
             return
@@ -210,21 +229,21 @@ class Run:
         self._save(self.directory.step_checkpoint(self.steps), state)
 
     def finish(self, state: dict[str, Any]) -> None:
-        """The last checkpoint: final, or of a step when the run was interrupted."""
+        """Write the last checkpoint: the final one, or one of a step if the run was interrupted."""
         path = self.directory.step_checkpoint(self.steps) if self.interrupted() else self.directory.final_checkpoint()
         before = self.resumed_from["progress"]["updates"] if self.resumed_from is not None else None
         if (path, self.updates) == (self.resumed_path, before):
-            return  # it is there, and results may name its digest
+            return  # this checkpoint exists already, and evaluations may refer to its digest
         self._save(path, state)
         self._saver.wait()
         self._saver.check()
 
     def waits_for(self) -> Path | None:
-        """Return what the disk has not taken yet."""
+        """Return the file that is still being written to the disk, or None."""
         return self._saver.path
 
     def has_finished(self) -> bool:
-        """Return whether it was resumed although it had come to its end, and nothing is left to do or to write."""
+        """Return whether this is a resumed run that had already finished, so that nothing is left to do."""
         at_its_end = self.is_complete() or (self.updates > 0 and self._time_is_up())
         was_final = self.resumed_path == self.directory.final_checkpoint()
         return at_its_end and was_final and resumption.finished_with(self.directory) == self.updates
@@ -232,7 +251,7 @@ class Run:
     # What is written
 
     def _line(self, losses: dict[str, float], asynchrony: dict[str, float]) -> dict[str, float]:
-        """Return what the log says of the update just made; the speed depends on the line before it."""
+        """Return the log line of the last update; `_log` adds the speed, which depends on the line before it."""
         now = self.last_update_at
         line: dict[str, float] = {"step": self.steps, "time": round(now, 3), "update": self.updates, "charts/SPS": 0.0}
         line["charts/learning_rate"] = losses["learning_rate"]
@@ -250,7 +269,7 @@ class Run:
         return line
 
     def _log(self) -> None:
-        """Write the line of the last update, if it has not been."""
+        """Write and show the line of the last update, unless that has been done."""
         line, self._unlogged = self._unlogged, None
         if line is None:
             return
@@ -276,7 +295,10 @@ class Run:
         )
 
     def _rate(self, now: float) -> float:
-        """Steps per second since the last log, or over a second: reports of several workers do not come in order."""
+        """Return the steps per second since the last log line, or over the last second if that is longer.
+
+        A shorter time would give wild figures, because the reports of several workers do not come in order.
+        """
         while len(self._logs) > 1 and now - self._logs[1][0] >= SHORTEST_RATE:
             self._logs.popleft()
         since, steps_then = self._logs[0]
@@ -295,7 +317,7 @@ class Run:
                     f"The {what} became NaN or infinite by update {self.updates}; the last good checkpoint is kept. "
                     "A new run with a smaller training.learning_rate may help."
                 )
-        self._log()  # it has a line of every update that a run may go on from
+        self._log()  # so that the log has a line for the update that a resumed run starts from
         content, steps = (
             checkpoint.packed(learner | {"config": configs.to_dict(self.config), "progress": progress}),
             self.steps,
@@ -335,7 +357,7 @@ class Run:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.steps, self.updates, self.peak_memory = state["steps"], state["updates"], state["peak_memory"]
-        self.peak_worker_memory = state.get("peak_worker_memory", 0)  # older checkpoints do not say
+        self.peak_worker_memory = state.get("peak_worker_memory", 0)  # missing in older checkpoints
         self._elapsed_before, self._cpu_before = state["elapsed"], state["cpu_seconds"]
         self.last_update_at = state["elapsed"]
         self.clock.seconds |= state["phase_seconds"]
@@ -349,7 +371,7 @@ class Run:
         self._memory = sum(sizes.values()) + self.memory_elsewhere()
         self.peak_memory = max(self.peak_memory, self._memory)
         workers = [sizes[worker.pid] for worker in multiprocessing.active_children() if worker.pid in sizes]
-        if len(workers) >= self._num_workers_seen:  # the last ones to end would count the pages of all for theirs
+        if len(workers) >= self._num_workers_seen:  # else some have ended, and the rest are charged for shared pages
             self._num_workers_seen = len(workers)
             self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
 
@@ -372,7 +394,7 @@ class Run:
             if error is None:
                 self._end()
             elif isinstance(error, TrainingFailedError):
-                with contextlib.suppress(TrainingFailedError, OSError):  # the disk that is full: one report is enough
+                with contextlib.suppress(TrainingFailedError, OSError):  # the disk may be full, which `error` says
                     self._summarise("failed", str(error))
         finally:
             self._metrics.close()
@@ -394,11 +416,11 @@ class Run:
         metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))
 
     def _described(self, state: str, reason: str | None) -> dict[str, Any]:
-        """Return what training_summary.json says of a run that has ended."""
+        """Return the content of training_summary.json for a run that has ended."""
         config, elapsed, machine = self.config, self.elapsed, self.plan.machine
         return {
             "run_id": self.run_id,
-            "algorithm": ALGORITHM_NAMES[config.algorithm],
+            "algorithm": config.traits.label,
             "mode": config.mode,
             "env": config.env.name,
             "seed": config.env.seed,
@@ -417,7 +439,7 @@ class Run:
             "memory_per_worker_mb": self.peak_worker_memory / 1e6 or None,  # null without worker processes
             **self.episodes.summary(),
             "asynchrony": self.asynchrony.summary(),
-            "bad_numbers": dict(self.bad_numbers),  # NaN or infinite, left out
+            "bad_numbers": dict(self.bad_numbers),  # counts of what was NaN or infinite, and left out
             "phase_shares": self.clock.shares(elapsed),
             "cpu_utilization": self.cpu_seconds / elapsed / self.usable_cores if elapsed > 0 else 0.0,
             "num_threads": self.plan.num_threads,
@@ -426,12 +448,16 @@ class Run:
             "cpu_model": machine.cpu_model,
             "usable_cores": self.usable_cores,
             "checkpoint": self.newest_checkpoint,
-            "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "finished_at": timestamp(),
             **self.code,
         }
 
     def final_fps(self) -> float:
-        """Over the last updates of this process; of its log if the run was already complete and made none."""
+        """Return the speed over the last ten updates and at least the last second of this process.
+
+        Several updates may share one moment: reports of other machines come in lumps. A run that was already complete
+        and made no update takes the last lines of its log.
+        """
         recent = list(self._recent)
         if len(recent) == 1:
             lines = metrics.read_lines(self.directory.metrics_log)[-FINAL_FPS_UPDATES - 1 :]
@@ -440,6 +466,12 @@ class Run:
         return (last - first) / (end - start) if end > start else 0.0
 
 
+def _forget_older_updates(recent: deque[tuple[float, int]]) -> None:
+    """Keep (time, steps) of the last ten updates, and of those before that the last second needs."""
+    while len(recent) > FINAL_FPS_UPDATES + 1 and recent[-1][0] - recent[1][0] >= SHORTEST_RATE:
+        recent.popleft()
+
+
 def exit_status(run: Run) -> int:
-    """0 when the run came to its end; 128 + the signal when it was interrupted, as shells do."""
+    """Return 0 if the run came to its end, or, as shells do, 128 + the number of the signal that interrupted it."""
     return 0 if run.signals.received is None else 128 + run.signals.received

@@ -1,4 +1,4 @@
-"""Saving beside the training: a disk that stalls for minutes holds up nobody, neither here nor on other machines."""
+"""Saving in a thread beside the training, so that a disk that stalls for minutes does not hold up any machine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-PATIENCE = 1.0  # seconds that a save may hold up training; most take less, and are done when `save` returns
+PATIENCE = 1.0  # seconds for which `save` waits for its thread; most saves are done by then
 
 
 class Saver:
-    """Writes one file after the other in a thread; of those that wait for it, the newest replaces the others."""
+    """Writes one file after the other in a thread; of files that wait for their turn, only the newest is written."""
 
     def __init__(self) -> None:
-        self.path: Path | None = None  # what is being written
+        self.path: Path | None = None  # the file that is being written
         self._next: tuple[Path, Callable[[], None]] | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -21,7 +21,10 @@ class Saver:
         self._has_warned = False
 
     def save(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write` in the thread, now or when it has written what it is at. An error is raised here or later."""
+        """Call `write` in the thread, once the current write has ended; raise the error of this or an earlier write.
+
+        An error that comes after this call has returned is raised by the next call of `save` or `check`.
+        """
         with self._lock:
             if self.path is not None and not self._has_warned:
                 self._has_warned = True
@@ -36,12 +39,12 @@ class Saver:
         self.check()
 
     def check(self) -> None:
-        """Raise the error that a write has ended with."""
+        """Raise the error of a write that has failed."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Return when everything is written."""
+        """Wait until everything is written or a write has failed."""
         if self._thread is not None:
             self._thread.join()
 

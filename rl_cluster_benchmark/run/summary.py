@@ -17,11 +17,11 @@ PACKAGES = ("torch", "numpy", "envpool")
 
 def write(directory: RunDirectory, summary: dict[str, Any]) -> None:
     write_json(directory.summary, summary)
-    write_json(directory.root / "benchmark_metrics.json", summary)  # the older name
+    write_json(directory.root / "benchmark_metrics.json", summary)  # the same under an older name
 
 
 def block(summary: dict[str, Any], directory: RunDirectory) -> str:
-    """The TRAINING SUMMARY that ends every run."""
+    """Return the block TRAINING SUMMARY, which ends the output of every run."""
     line = "=" * 70
     rows = [line, "TRAINING SUMMARY", line]
     if summary["state"] != "finished":
@@ -61,7 +61,7 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
 
 
 def _asynchrony(means: dict[str, float]) -> list[str]:
-    """How far those who act and those who learn were apart, in the modes where they are."""
+    """Return the lines about policy lag and idle times; none if the run has no asynchrony to report."""
     if not means:
         return []
     lag, most = means["policy_lag"], means["policy_lag_max"]
@@ -82,13 +82,13 @@ def _bad_numbers(counts: dict[str, float]) -> list[str]:
 
 
 def code() -> dict[str, Any]:
-    """Return what made a result: the commit of this checkout and the versions of what it runs on."""
+    """Return what identifies the code of a run: this checkout's commit, and the versions of Python and packages."""
     versions = {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **package_versions()}
     return {"git_commit": git_commit(), "versions": versions}
 
 
 def git_commit() -> str | None:
-    """Of the checkout that this code runs from, with a + when it was changed; None outside a checkout."""
+    """Return the commit of the checkout that this code runs from, with a + if files were changed; None outside one."""
     here = Path(__file__).parent
     try:
         call = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]

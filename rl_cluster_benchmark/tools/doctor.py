@@ -111,7 +111,7 @@ def _kernels() -> Finding:
     if heads.available() and pooling.available():
         native = all(native_network.available(architecture) for architecture in native_network.SOURCES)
         rest = "and the native networks" if native else "(no native network: it needs AVX512-BF16 or AMX)"
-        return Finding("C kernels", OK, f"max-pooling {rest}: compiled, and equal to torch")
+        return Finding("C kernels", OK, f"heads compiled; max-pooling {rest}: compiled, and checked against torch")
     return Finding("C kernels", WARNING, "not used: training is slower", "install a C compiler (apt-get install gcc)")
 
 
@@ -135,17 +135,20 @@ def _cores() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    machine = detection.detect()
-    gib = machine.memory_bytes / GIB
-    low = gib < 2
-    yield Finding("memory", WARNING if low else OK, f"{gib:.1f} GiB usable", "fewer --num-envs" if low else "")
-    shm = machine.shm_bytes / GIB
-    small = shm < 0.25
-    remedy = "parallel mode needs it; in a container: docker run --shm-size=1g" if small else ""
-    yield Finding("/dev/shm", WARNING if small else OK, f"{shm:.1f} GiB free", remedy)
-    disk = shutil.disk_usage(os.curdir).free / GIB
-    remedy = "checkpoints and logs need some; use --output-dir on another disk" if disk < 1 else ""
-    yield Finding("disk here", WARNING if disk < 1 else OK, f"{disk:.1f} GiB free", remedy)
+    machine, disk = detection.detect(), shutil.disk_usage(os.curdir)
+    for what, size, word, enough, remedy in (
+        ("memory", machine.memory_bytes, "usable", 2, "fewer --num-envs"),
+        (
+            "/dev/shm",
+            machine.shm_bytes,
+            "free",
+            0.25,
+            "parallel mode needs it; in a container: docker run --shm-size=1g",
+        ),
+        ("disk here", disk.free, "free", 1, "checkpoints and logs need some; use --output-dir on another disk"),
+    ):
+        is_low = size / GIB < enough
+        yield Finding(what, WARNING if is_low else OK, f"{size / GIB:.1f} GiB {word}", remedy if is_low else "")
 
 
 def _files() -> Finding:

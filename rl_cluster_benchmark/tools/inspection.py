@@ -26,7 +26,7 @@ def inspect(path: Path, *, as_json: bool) -> int:
 
 
 def verify(paths: list[Path]) -> int:
-    """A line for each file; status 1 if one of them is not good."""
+    """Print a line for each file; return status 1 if one of them is not good."""
     files = [file for path in paths for file in _files(path)]
     bad = 0
     for file in files:

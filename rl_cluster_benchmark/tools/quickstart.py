@@ -7,6 +7,7 @@ from pathlib import Path
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_own
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
@@ -20,6 +21,8 @@ EPISODES = 100
 def quickstart(config: Config, signals: Signals, *, overwrite: bool) -> int:
     """Train, evaluate and plot; an earlier quickstart is replaced unasked, any other run is not."""
     directory = RunDirectory.of(config)
+    picture = directory.root / "learning_curve.png"
+    check_own(picture, MARK_OF_PLOTS, "choose another --output-dir")
     status = train(config, signals, overwrite=overwrite or _holds_a_quickstart(directory, config))
     if status != 0:
         return status
@@ -33,7 +36,7 @@ def quickstart(config: Config, signals: Signals, *, overwrite: bool) -> int:
         for levels in ("train", "test")
     }
     print("\n".join(_table(list(agents), results)))
-    picture = plot_metrics(directory.metrics_log, directory.root / "learning_curve.png")
+    plot_metrics(directory.metrics_log, picture)
     print("\n".join(_what_next(config, directory, picture)))
     return 0
 

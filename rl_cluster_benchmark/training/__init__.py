@@ -1,1 +1,1 @@
-"""From a config to a finished run."""
+"""The course of a training run, from a config to the summary, on one machine or several."""

@@ -1,4 +1,4 @@
-"""Which execution a run on several machines has: `train` on the head, `follow` on every other machine."""
+"""Which execution a run with worker processes has: `train` on the head or on a machine alone, `follow` elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster
 from rl_cluster_benchmark.execution.hogwild import hogwild_cluster
-from rl_cluster_benchmark.execution.in_step import distributed
+from rl_cluster_benchmark.execution.in_step import data_parallel
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run.run import Run
 
 
 class Execution(Protocol):
+    """Runs the training on several machines: `train` on the head, `follow` on every other machine."""
+
     def train(self, run: Run, cluster: Cluster) -> None: ...
 
     def follow(
@@ -22,10 +24,8 @@ class Execution(Protocol):
     ) -> None: ...
 
 
-EXECUTIONS: dict[str, Execution] = {
-    "ppo": distributed, "a2c": distributed, "a3c": hogwild_cluster, "impala": actor_learner_cluster
-}  # fmt: skip
-
-
 def of(config: Config) -> Execution:
-    return EXECUTIONS[config.algorithm]
+    """Return the execution of the config's algorithm."""
+    if config.traits.has_actors:
+        return actor_learner_cluster
+    return hogwild_cluster if config.traits.is_lock_free else data_parallel

@@ -1,4 +1,4 @@
-"""One machine's way through a distributed run: meet the others, agree on the work, train, leave."""
+"""The course of a distributed run on one machine: meet the others, agree on the work, train, leave."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Interrupted, Signals
 from rl_cluster_benchmark.machine import planning
 
-CHUNK = 1 << 20  # of a checkpoint on its way through the store
-SECONDS_BEYOND = 30.0  # cluster.join_timeout, until a blocked process is ended
+CHUNK = 1 << 20  # bytes of a checkpoint that are sent through the store as one value
+SECONDS_BEYOND = 30.0  # after cluster.join_timeout, until a process that is blocked is ended
 SECONDS_TO_SEE_A_FILE = 15.0  # network filesystems show a new file late
 
 
 def train(config: Config, signals: Signals, node_rank: int | None, train_head: Callable[[Cluster], int]) -> int:
-    """Returns the exit status, or raises Interrupted.
+    """Meet the other machines and train; return the exit status, or raise Interrupted.
 
-    `train_head` is what the head does, from its run directory to its summary.
+    `train_head` is called on the head: it does everything from opening the run directory to writing the summary.
     """
     place = placement.find(config, node_rank)
     if place.num_nodes > 1:
@@ -62,7 +62,10 @@ def _told_to_others(cluster: Cluster) -> Iterator[None]:
 
 
 def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, Any] | None) -> Config:
-    """The config with the machines that are here. A run that goes on keeps its environments, whoever shares them."""
+    """Return the config with the numbers of machines and environments of this cluster.
+
+    A resumed run keeps its number of environments, whatever number of workers shares them.
+    """
     num_nodes, per_worker = len(cluster.nodes), config.parallel.num_envs_per_worker
     changes: dict[str, object] = {"cluster.num_workers": num_nodes, "mode": "distributed"}
     if config.cluster.min_nodes is not None:
@@ -91,8 +94,8 @@ def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, An
 def agree_on_work(
     cluster: Cluster, config: Config, root: Path, checkpoint: Path | None, progress: dict[str, Any]
 ) -> None:
-    """On the head: tell the others what to train and from where, and wait until all are ready to."""
-    token = temporary_name(root / f"seen-by-all-{uuid.uuid4().hex}")  # the next run removes what a kill leaves
+    """Send the others, from the head, the config and the checkpoint to train from; wait until all are ready."""
+    token = temporary_name(root / f"seen-by-all-{uuid.uuid4().hex}")  # if this is killed, the next run removes it
     content = checkpoint.read_bytes() if checkpoint is not None else b""
     chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
     for index, chunk in enumerate(chunks):
@@ -121,7 +124,7 @@ def agree_on_work(
 
 
 def send_home(cluster: Cluster) -> None:
-    """On the head: tell the others that the run has finished already, and wait until all have heard it."""
+    """Tell the others, from the head, that the run has already finished; wait until all have read that."""
     cluster.publish("work", None)
     for rank in range(1, len(cluster.nodes)):
         cluster.read(f"ready/{rank}")
@@ -153,7 +156,7 @@ def _follow(cluster: Cluster) -> int:
 
 
 def config_of_this_node(config: Config, cluster: Cluster) -> tuple[Config, planning.Plan]:
-    """The head's config is everybody's but for the number of workers and learners, which is each machine's own."""
+    """Return the head's config with this machine's own numbers of workers and learners, and the plan for it."""
     this = cluster.nodes[cluster.rank]
     own: dict[str, object] = {"parallel.num_workers": this.num_workers}
     if this.num_learners:
@@ -164,11 +167,11 @@ def config_of_this_node(config: Config, cluster: Cluster) -> tuple[Config, plann
 
 @contextlib.contextmanager
 def _received_checkpoint(cluster: Cluster, num_chunks: int) -> Iterator[Path | None]:
-    """The head's checkpoint as a file here, for as long as the run lasts."""
+    """Provide the head's checkpoint as a file of this process within the context; None if it sent none."""
     if num_chunks == 0:
         yield None
         return
-    with open(os.memfd_create("rlcb-checkpoint", os.MFD_CLOEXEC), "wb") as file:  # without a name that could be left
+    with open(os.memfd_create("rlcb-checkpoint", os.MFD_CLOEXEC), "wb") as file:  # has no name that a kill could leave
         with told_if_silent():
             for index in range(num_chunks):
                 file.write(cluster.store.get(f"checkpoint/{index}"))
@@ -180,7 +183,7 @@ def _check_sees(token: Path, label: str, head: str) -> None:
     deadline = time.monotonic() + SECONDS_TO_SEE_A_FILE
     while True:
         with contextlib.suppress(OSError):
-            os.listdir(token.parent)  # asks a network filesystem anew
+            os.listdir(token.parent)  # makes a network filesystem look again
             if token.read_text() == token.name:
                 return
         if time.monotonic() > deadline:

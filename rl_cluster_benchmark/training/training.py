@@ -1,9 +1,8 @@
-"""`rlcb train`: from a config to a finished run."""
+"""`rlcb train`: the course of a training run, from a config to the summary."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
@@ -14,6 +13,7 @@ from rl_cluster_benchmark.execution import sequential
 from rl_cluster_benchmark.execution.actor_learner import actor_learner, split
 from rl_cluster_benchmark.execution.hogwild import hogwild
 from rl_cluster_benchmark.execution.in_step import data_parallel
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.machine import planning, process
 from rl_cluster_benchmark.nets.models import num_weights
@@ -21,15 +21,12 @@ from rl_cluster_benchmark.processes.pool import start_server
 from rl_cluster_benchmark.processes.watchdog import limit_of, watched
 from rl_cluster_benchmark.run import checkpoint, resumption, summary
 from rl_cluster_benchmark.run.checkpoint_format import MAX_BYTES
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.training import executions, node
 
-EXECUTIONS = {"sequential": sequential.train, "parallel": data_parallel.train}
-ASYNCHRONOUS = {"a3c": hogwild.train, "impala": actor_learner.train}  # instead, in parallel mode
-
-BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
-BYTES_PER_PARAMETER = 16  # itself, its gradient and two moments
+BYTES_PER_OBSERVATION = {"image": 64 * 64 * 3, "vector": 200}
+BYTES_PER_PARAMETER = 16  # four bytes each for the parameter, its gradient and two moments
 
 
 def train(
@@ -41,12 +38,12 @@ def train(
     overwrite: bool = False,
     node_rank: int | None = None,
 ) -> int:
-    """Train as the config says; returns the exit status.
+    """Train as the config says; return the exit status.
 
-    `resume` goes on with the run in the directory and insists on one; `resume_if_present` starts one if there is none.
+    `resume` goes on with the run in the directory, which must exist; `resume_if_present` starts one if there is none.
     """
     process.check_device(config.hardware.device)
-    if config.mode != "sequential":
+    if not config.is_sequential:
         start_server(config.env.game)
 
     def train_here(cluster: Cluster | None = None) -> int:
@@ -54,13 +51,11 @@ def train(
         return _train(config, signals, **how, cluster=cluster)
 
     try:
-        if config.algorithm == "impala" and config.mode == "distributed":
+        if config.traits.has_actors and config.is_distributed:
             config = split.fill_in(config, signals.check)
-        return node.train(config, signals, node_rank, train_here) if config.mode == "distributed" else train_here()
+        return node.train(config, signals, node_rank, train_here) if config.is_distributed else train_here()
     except Interrupted:
-        known = (
-            "" if config.mode == "distributed" else ": no file of a run was written or removed"
-        )  # elsewhere: who knows
+        known = "" if config.is_distributed else ": no file of a run was written or removed"  # else others may have
         print(f"Stopped before training began{known}.", flush=True)
         return 128 + (signals.received or 0)
 
@@ -74,10 +69,10 @@ def _train(
     overwrite: bool,
     cluster: Cluster | None,
 ) -> int:
-    """In one process, on one machine, or on the head of a cluster."""
+    """Train in one process, on one machine, or on the head of a cluster: everything between claim and summary."""
     directory = RunDirectory.of(config)
     job = cluster.place.job if cluster is not None and cluster.place.is_restart else ""
-    may_resume = resume or resume_if_present or directory.was_begun_by(job)  # the same command has been started again
+    may_resume = resume or resume_if_present or directory.was_begun_by(job)  # a job may have restarted its command
     if may_resume:
         config = resumption.check(config, directory, must_exist=resume) or config
         if not directory.holds_a_run() and directory.has_something_to_replace():
@@ -86,10 +81,10 @@ def _train(
                 f"another: {directory.contents()}. Add --overwrite (instead of --resume-if-present) to replace it, "
                 "or choose another --output-dir."
             )
-    if config.algorithm == "impala" and config.mode == "parallel":
+    if config.traits.has_actors and config.is_parallel:
         config = split.fill_in(config, signals.check)
     config, plan = planning.resolve(config)
-    may_be_ending = cluster is not None and bool(may_resume or job)  # the head of the attempt before this one
+    may_be_ending = cluster is not None and bool(may_resume or job)  # whether an earlier attempt may still hold locks
     patience = config.cluster.timeout if may_be_ending else 0.0
     claim = directory.claim(may_hold_a_run=may_resume or overwrite, patience=patience, job=job)
     try:
@@ -105,7 +100,7 @@ def _train(
             config, plan = node.config_of_this_node(node.on_this_cluster(config, cluster, resumed_from), cluster)
         plan = planning.compiled(config, plan)
         _check_memory(config, plan)
-        if not resume:  # an older one goes on as it was
+        if not resume:  # runs of older versions may have such a setting, and go on
             _check_replay(config)
         run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
         if run.has_finished():
@@ -131,12 +126,9 @@ def _train(
             run.memory_elsewhere = cluster.membership.memory_elsewhere
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
         try:
-            is_parent = config.mode != "sequential"
+            is_parent = not config.is_sequential
             with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), run:
-                if cluster is not None:
-                    executions.of(config).train(run, cluster)
-                else:
-                    _execution(config)(run)
+                _execute(run, cluster)
         finally:
             if run.summary is not None:
                 with contextlib.suppress(OSError):
@@ -146,14 +138,23 @@ def _train(
         claim.release()
 
 
-def _execution(config: Config) -> Callable[[Run], None]:
-    if config.mode == "parallel" and config.algorithm in ASYNCHRONOUS:
-        return ASYNCHRONOUS[config.algorithm]
-    return EXECUTIONS[config.mode]
+def _execute(run: Run, cluster: Cluster | None) -> None:
+    """Train the run to its end."""
+    config = run.config
+    if cluster is not None:
+        executions.of(config).train(run, cluster)
+    elif config.is_sequential:
+        sequential.train(run)
+    elif config.traits.has_actors:
+        actor_learner.train(run)
+    elif config.traits.is_lock_free:
+        hogwild.train(run)
+    else:
+        data_parallel.train(run, MachineAlone(run.plan, run.signals))
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:
-    """Refuse a network or a rollout that does not fit: a clear word now instead of an allocation that fails later."""
+    """Raise a UserError for a network or a rollout that does not fit into memory, instead of a later failure."""
     weights = num_weights(config)
     network = BYTES_PER_PARAMETER * weights
     if network > plan.machine.memory_bytes:
@@ -170,7 +171,7 @@ def _check_memory(config: Config, plan: planning.Plan) -> None:
             "model.mlp_sizes."
         )
     share = config.num_machines
-    size = config.rollout_size // share * BYTES_PER_OBSERVATION["game" if config.env.game else "toy"]
+    size = config.rollout_size // share * BYTES_PER_OBSERVATION["image" if config.env.has_images else "vector"]
     if plan.num_learners:
         size *= config.impala.pages_per_actor
     if size > plan.machine.memory_bytes:
@@ -182,8 +183,8 @@ def _check_memory(config: Config, plan: planning.Plan) -> None:
 
 
 def _check_replay(config: Config) -> None:
-    """Refuse a setting that would do nothing: results would be named after it."""
-    if config.algorithm == "impala" and config.mode == "sequential" and config.impala.replay_fraction > 0:
+    """Raise a UserError if impala.replay_fraction is set where it does nothing: results would be named after it."""
+    if config.traits.has_actors and config.is_sequential and config.impala.replay_fraction > 0:
         raise UserError(
             f"impala.replay_fraction = {config.impala.replay_fraction:g} does nothing in sequential mode: there is no "
             "replay in one process. Leave it out, or take --mode parallel."
@@ -203,7 +204,7 @@ def _header(config: Config, plan: planning.Plan, directory: RunDirectory, cluste
     end = f"{config.training.total_timesteps:,} steps" + (f" or {hours:g} hours" if hours else "")
     rows = [
         line,
-        f"{ALGORITHM_NAMES[config.algorithm]} {config.mode.capitalize()} Training",
+        f"{config.traits.label} {config.mode.capitalize()} Training",
         line,
         f"Environment: {config.env.name}",
         f"Num environments: {config.env.num_envs}",
@@ -215,7 +216,7 @@ def _header(config: Config, plan: planning.Plan, directory: RunDirectory, cluste
     if cluster is not None:
         machines = ", ".join(f"{n.name} ({n.processes}, {n.address})" for n in cluster.nodes)
         rows.append(f"Machines: {len(cluster.nodes)}: {machines} | Synchronisation: {_synchronisation(config)}")
-    if config.algorithm == "ppo" and config.training.batch_size > config.rollout_size:
+    if config.traits.has_minibatches and config.training.batch_size > config.rollout_size:
         rows.append(
             f"Note: batch_size {config.training.batch_size} is more than a rollout of {config.rollout_size}; "
             "each epoch is one minibatch."

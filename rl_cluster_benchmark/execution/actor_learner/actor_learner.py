@@ -32,7 +32,7 @@ from rl_cluster_benchmark.execution.machines.other_machines import (
     MachinesInStep,
     OtherMachines,
 )
-from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer, join
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.reports import give_orders
 from rl_cluster_benchmark.experience.rewards import DiscountedReturns
 from rl_cluster_benchmark.experience.rollout import Collector
@@ -45,7 +45,6 @@ from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.pool import WorkerPool, end_of
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
-from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
 from rl_cluster_benchmark.processes.watchdog import limit_of
 from rl_cluster_benchmark.run import checkpoint
@@ -270,10 +269,9 @@ def _join(rank: int, shared: Shared, clock: PhaseClock) -> tuple[Reducer, OtherM
     """(the sum over the learners that take a step together, what the leader knows of other machines)."""
     seat, flags = shared.seat, shared.flags
     if seat is None:
-        return join(shared.means, rank, shared.num_learners, clock), OtherMachines(flags)
-    assert isinstance(shared.means, SharedTensors)
+        return SharedMemoryReducer(shared.sums, rank, clock), OtherMachines(flags)
     if shared.is_on_its_own:
-        return SharedMemoryReducer(shared.means, rank, clock), IndependentMachines(flags)
+        return SharedMemoryReducer(shared.sums, rank, clock), IndependentMachines(flags)
     leaders, beyond = join_machines(seat, rank)
     others = MachinesInStep(flags, leaders.sum, is_head=seat.node_rank == 0) if leaders else OtherMachines(flags)
-    return SharedMemoryReducer(shared.means, rank, clock, beyond), others
+    return SharedMemoryReducer(shared.sums, rank, clock, beyond), others

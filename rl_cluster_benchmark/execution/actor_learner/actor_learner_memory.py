@@ -12,7 +12,7 @@ from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines import machine_supervisor
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.other_machines import IndependentMachines
-from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer, gloo_file
+from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times
@@ -55,11 +55,7 @@ class Shared:
         )
         self.weights = PublishedWeights.allocate(size)
         self.claims = Claims()
-        self.means: SharedTensors | str = (
-            gloo_file()
-            if config.parallel.reduce == "gloo" and seat is None
-            else SharedMemoryReducer.allocate(self.num_learners, size + VECTOR_SPARE, SMALL_SPARE)
-        )
+        self.sums = SharedMemoryReducer.allocate(self.num_learners, size + VECTOR_SPARE, SMALL_SPARE)
 
     @property
     def is_on_its_own(self) -> bool:

@@ -70,7 +70,7 @@ def fill_in(config: Config, look: Callable[[], None] = lambda: None) -> Config:
         "split": "measured" if is_measured else "given",
     }
     data["parallel"]["num_workers"] = actors
-    if config.mode == "parallel":  # machines that meet find out together how many environments they have
+    if config.is_parallel:  # machines that meet find out together how many environments they have
         data["env"]["num_envs"] = num_envs
     return config_files.build(data, {}, source="config")
 

@@ -124,7 +124,10 @@ def work(
         rank, connection, config, shared, progress, saves=saves and rank == 0, total_workers=total_workers
     )
     state = checkpoint.load(resumed_path) if resumed_path else None
-    worker = Worker.build(config, plan, env_ids=shards[rank], reduce=Alone(), course=course, checkpoint=state)
+    worker = Worker.build(
+        config, plan, env_ids=shards[rank], reduce=Alone(), clock=course.clock, incarnation=course.updates,
+        checkpoint=state,
+    )  # fmt: skip
     assert isinstance(worker.algorithm, A2C)
     on_policy = worker.algorithm.on_policy
     share(on_policy.learner, shared, fill=rank == 0)

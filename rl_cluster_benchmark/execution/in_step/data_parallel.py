@@ -1,27 +1,33 @@
-"""Every core of one machine: workers that own their environments and their rollouts.
+"""PPO and A2C on all cores of one machine or of several: workers that own their environments and their rollouts.
 
-Experience never moves; gradients do. Each worker computes gradients, the sum over all workers is made through shared
-memory, and all go on with the same parameters. The parent only watches, writes files and shows progress.
+Experience never moves; gradients do. Each worker computes gradients, their sum is made through shared memory and, if
+there are several machines, once per machine over Gloo; all go on with the same parameters. With `local_sgd` each
+machine steps by itself, and the parameters are averaged every few updates. A machine's parent process only watches;
+that of the head, or of a machine alone, also writes files and shows progress.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rl_cluster_benchmark.config.schema import MAX_ENVS, Config
-from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
+from rl_cluster_benchmark.cluster.rendezvous import Cluster
+from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.execution.in_step import worker_course
+from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps, WithinMachine
 from rl_cluster_benchmark.execution.in_step.work_sharing import SharedWork, WorkSharing, num_pieces
+from rl_cluster_benchmark.execution.in_step.worker_course import ORDER, SIGNAL, WorkerCourse
 from rl_cluster_benchmark.execution.loop import Worker, learn
-from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer, gloo_file, join
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP, reports, write_down
+from rl_cluster_benchmark.execution.machines.follower import Follower
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
+from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat, join_machines
+from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
+from rl_cluster_benchmark.execution.reports import INTERRUPTED, order_of, write_down
 from rl_cluster_benchmark.execution.task import Task, deal
-from rl_cluster_benchmark.experience.rollout import Episode
 from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.machine import process
 from rl_cluster_benchmark.machine.planning import Plan
@@ -33,150 +39,112 @@ from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 
 
-def train(run: Run) -> None:
-    """In the parent: start the workers, write down what they report, tell them when to stop."""
-    config, plan = run.config, run.plan
-    num_workers = plan.num_workers
-    shards = deal(config.env.num_envs, num_workers)
-    longest = max(map(len, shards)) * config.training.n_steps
-    shared = SharedTensors(
-        {
-            "order": ((1,), torch.int64),
-            "episodes": episode_table(num_workers, longest),
-        }
-    )
-    task = Task.of(config)
-    work = SharedWork(task, shards, config, plan) if plan.shares_work(config) else None
-    spares = num_pieces(num_workers) if work else 0
-    through_gloo = config.parallel.reduce == "gloo"
-    means = gloo_file() if through_gloo else SharedMemoryReducer.allocate(num_workers, *sums(config, task), spares)
-    args = (config, plan, shards, shared, means, work, run.resumed_path, run.progress_state())
+def train(run: Run, cluster: Cluster | MachineAlone) -> None:
+    """On the head of a cluster, or on a machine alone: run its workers and write everything down."""
+    machine = MachineWorkers(cluster, run.config, run.plan)
 
-    with WorkerPool(_work, num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
-        for kind, content in reports(run, pool, shards, shared["order"]):
+    def hear(rank: int, kind: str, content: Any) -> None:
+        if kind == "started":
+            print(f"Worker {rank} started with {len(machine.shards[rank])} environments", flush=True)
+        elif kind == "all started":
+            run.start()
+        else:
             write_down(run, kind, content)
 
-
-def episode_table(num_workers: int, longest: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and type of what each worker writes its finished episodes to; the first row says how many."""
-    return (num_workers, longest + 1, len(Episode._fields)), torch.float64
+    machine.train(run.resumed_path, run.progress_state(), look=lambda: order_of(run), hear=hear)
 
 
-def in_order(rows: torch.Tensor) -> torch.Tensor:
-    """Sort episodes by when they ended, those of one moment by their environments: whoever played, it is the same."""
-    slots, env_ids = rows[:, 2].long(), rows[:, 3].long()
-    return rows[torch.argsort(slots * MAX_ENVS + env_ids)]
+def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
+    """On every other machine of a cluster."""
+    machine = MachineWorkers(cluster, config, plan)
+    machine.train(checkpoint, progress, look=Follower(cluster), hear=lambda rank, kind, content: None)
+
+
+class MachineWorkers:
+    """One machine's part of the run: its workers, what it tells them, and what they tell it."""
+
+    def __init__(self, cluster: Cluster | MachineAlone, config: Config, plan: Plan) -> None:
+        self.cluster, self.config, self.plan = cluster, config, plan
+        self.seat = MachineSeat.of(cluster, config)
+        shards = deal(config.env.num_envs, cluster.num_workers)
+        self.shards = self.seat.own(shards, plan.num_workers)
+        longest = len(shards[0]) * config.training.n_steps
+        self.shared = SharedTensors(worker_course.layout(plan.num_workers, longest))
+        task = Task.of(config)
+        self.work = SharedWork(task, self.shards, config, plan) if plan.shares_work(config) else None
+        vector, small = _sums(config, task)
+        spares = num_pieces(plan.num_workers) if self.work else 0
+        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes, spares)
+
+    def train(
+        self, resumed_path: Path | None, progress: dict[str, Any], *, look: Callable[[], int],
+        hear: Callable[[int, str, Any], None],
+    ) -> None:  # fmt: skip
+        """Run the workers to their end. `look` gives the order for them, `hear` gets what they report."""
+        membership, received = self.cluster.membership, self.cluster.signals
+        has_begun = False
+
+        def watch() -> None:
+            if not has_begun:
+                received.check()
+            order = look()
+            if order == INTERRUPTED:
+                self.shared["order"][SIGNAL] = received.received or 0
+            if order:
+                self.shared["order"][ORDER] = order
+            membership.check()
+
+        means = (self.shared, self.memory, self.work)
+        args = (self.config, self.plan, self.shards, *means, resumed_path, progress, self.seat)
+        limit = limit_of(self.config)
+        with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores, watchdog=limit) as pool:
+            for rank, (kind, content) in pool.messages(watch):
+                has_begun |= kind == "all started"
+                if kind == "lost contact":
+                    raise membership.explain(TrainingFailedError(content))
+                if kind == "signal elsewhere":
+                    self.cluster.take_signal(*content)
+                else:
+                    hear(rank, kind, content)
+
+
+def _sums(config: Config, task: Task) -> tuple[int, int]:
+    """Return how much is summed at once: floats for gradient and loss statistics, doubles for anything else."""
+    minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
+    return task.num_parameters + VECTOR_SPARE, 3 * minibatches + SMALL_SPARE
 
 
 def _work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    means: SharedTensors | str, work: SharedWork | None, resumed_path: Path | None, progress: dict[str, Any],
+    memory: SharedTensors, shared_work: SharedWork | None, resumed_path: Path | None, progress: dict[str, Any],
+    seat: MachineSeat,
 ) -> None:  # fmt: skip
     """In a worker."""
     process.prepare_process(plan.num_threads)
     if plan.cores[rank] is not None:
         keep_core()
-    course = WorkerCourse(rank, connection, config, shared, progress)
-    reduce = join(means, rank, len(shards), course.clock)
-    course.reduce = reduce
-    sharing = WorkSharing(work, rank, reduce) if work and isinstance(reduce, SharedMemoryReducer) else None
-    state = checkpoint.load(resumed_path) if resumed_path else None
-    worker = Worker.build(
-        config, plan, env_ids=shards[rank], reduce=reduce, course=course, checkpoint=state, sharing=sharing
-    )
-    learn(worker, course, reduce)
-
-
-class WorkerCourse:
-    """A worker's view of the run. All workers hold the same counters; the first one reports to the parent."""
-
-    reduce: Reducer
-
-    def __init__(
-        self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any]
-    ) -> None:
-        self.rank, self.connection, self.config, self.shared = rank, connection, config, shared
-        self.num_workers, self.reports = len(shared["episodes"]), rank == 0
-        self.clock = PhaseClock()
-        self.steps, self.updates = progress["steps"], progress["updates"]
-        self._elapsed, self._seconds_before = progress["elapsed"], progress["phase_seconds"]
-        self._elapsed_before = self._elapsed
-
-    @property
-    def fraction(self) -> float:
-        """By steps or by time, whichever ends the run first; the same on all workers, as of the last update."""
-        training = self.config.training
-        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self.steps / training.total_timesteps, by_time))
-
-    def is_complete(self) -> bool:
-        return self.steps >= self.config.training.total_timesteps
-
-    def should_stop(self) -> bool:
-        order = int(self.shared["order"][0])
-        return order == INTERRUPTED or (order == TIME_IS_UP and self.updates > 0)
-
-    def interrupted(self) -> bool:
-        return int(self.shared["order"][0]) == INTERRUPTED
-
-    def start(self) -> None:
-        self._send("started", None)
-        self._meet()  # time counts from when all are ready
-        self._started = self._saved_at = time.perf_counter()
-        self._cpu_started = time.process_time()
-
-    def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
-        table = self.shared["episodes"][self.rank]
-        table[0, 0] = len(episodes)
-        if episodes:
-            table[1 : len(episodes) + 1] = torch.tensor(episodes, dtype=table.dtype)
-        elapsed, cpu = time.perf_counter() - self._started, time.process_time() - self._cpu_started
-        mine = [float(steps), elapsed, cpu, *(self.clock.seconds[name] for name in PHASES)]
-        total_steps, elapsed, cpu, *seconds = self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
-        workers, before = self.num_workers, self._seconds_before
-        self.steps += int(total_steps)
-        self.updates += 1
-        self._elapsed = self._elapsed_before + elapsed / workers
-        everyones = self.finished_episodes() if self.rank == 0 else None
-        if self.reports and everyones is not None:
-            self._send(
-                "record",
-                {
-                    "steps": int(total_steps),
-                    "episodes": [tuple(row) for row in in_order(everyones).tolist()],
-                    "losses": losses,
-                    "at": self._elapsed,
-                    "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
-                    "cpu_seconds": cpu,
-                },
+    clock, updates = PhaseClock(), progress["updates"]
+    try:
+        links, beyond = join_machines(seat, rank)
+        everywhere = SharedMemoryReducer(memory, rank, clock, beyond)
+        steps_alone = config.cluster.sync == "local_sgd" and seat.num_nodes > 1
+        reduce: Reducer = WithinMachine(everywhere) if steps_alone else everywhere
+        state = checkpoint.load(resumed_path) if resumed_path else None
+        sharing = WorkSharing(shared_work, rank, everywhere) if shared_work else None
+        worker = Worker.build(
+            config, plan, env_ids=shards[rank], reduce=reduce, clock=clock, incarnation=updates, checkpoint=state,
+            sharing=sharing,
+        )  # fmt: skip
+        local_steps = None
+        if steps_alone:
+            every, total_workers = config.cluster.sync_every, seat.total_workers
+            local_steps = LocalSteps(
+                worker, everywhere, links, every=every, total_workers=total_workers, updates=updates
             )
-
-    def finished_episodes(self) -> torch.Tensor | None:
-        """Return a row for each that ended in this rollout, with the fields of Episode."""
-        return torch.cat([table[1 : int(table[0, 0]) + 1] for table in self.shared["episodes"]])
-
-    def checkpoint_due(self) -> bool:
-        minutes = (time.perf_counter() - self._saved_at) / 60
-        every = self.updates % self.config.training.save_interval == 0
-        return self.reports and (every or minutes > self.config.logging.checkpoint_minutes)
-
-    def save(self, state: dict[str, Any]) -> None:
-        self._send("save", checkpoint.pack(state))
-        self._saved_at = time.perf_counter()
-
-    def finish(self, state: dict[str, Any]) -> None:
-        if self.reports:
-            self._send("final state", checkpoint.pack(state))
-
-    def _send(self, kind: str, content: Any) -> None:
-        self.connection.send(("message", (kind, content)))
-
-    def _meet(self) -> None:
-        self.reduce(torch.zeros(1, dtype=torch.float64))
-        self.clock.seconds = dict.fromkeys(PHASES, 0.0)
-
-
-def sums(config: Config, task: Task) -> tuple[int, int]:
-    """How much is summed at once: floats for the gradient and the loss statistics, doubles for anything else."""
-    minibatches = config.training.n_epochs * -(-config.rollout_size // config.batch_size)
-    return task.num_parameters + VECTOR_SPARE, 3 * minibatches + SMALL_SPARE
+        course = WorkerCourse(
+            rank, seat, connection, config, shared, progress,
+            clock=clock, reduce=everywhere, links=links, local_steps=local_steps,
+        )  # fmt: skip
+        learn(worker, course, everywhere)
+    except LostContactError as error:
+        connection.send(("message", ("lost contact", str(error))))

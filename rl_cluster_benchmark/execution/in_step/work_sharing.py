@@ -74,7 +74,7 @@ class SharedWork:
         if plan.engine == "native" and task.hidden_shape is not None:
             self.help = SharedHelp(len(shards), num_envs, width=task.hidden_shape[0])
             whole = n_steps * num_envs
-            largest = min(config.batch_size, whole) if config.algorithm == "ppo" else whole
+            largest = min(config.batch_size, whole) if config.traits.has_minibatches else whole
             self.hidden = hidden_gradient.allocate(task.hidden_shape, largest)
 
 

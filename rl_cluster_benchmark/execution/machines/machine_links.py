@@ -17,6 +17,7 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.cluster.rendezvous import Cluster
+    from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 
 EXACT_TAIL = 64  # values at the end of a compressed vector that stay float32: statistics, not gradients
 
@@ -38,7 +39,7 @@ class MachineSeat:
     total_learners: int = 0
 
     @classmethod
-    def of(cls, cluster: Cluster, config: Config) -> MachineSeat:
+    def of(cls, cluster: Cluster | MachineAlone, config: Config) -> MachineSeat:
         before = cluster.nodes[: cluster.rank]
         return cls(
             node_rank=cluster.rank,

@@ -14,14 +14,12 @@ from rl_cluster_benchmark.core.text import duration, whole
 from rl_cluster_benchmark.env import published
 from rl_cluster_benchmark.tools.analysis import groups as figures
 from rl_cluster_benchmark.tools.analysis import statistics
-from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric, group_runs
+from rl_cluster_benchmark.tools.analysis.groups import EVALUATED, LEVELS, Group, LearningTask, Metric, group_runs
 from rl_cluster_benchmark.tools.analysis.runs import LeftOut, RunRecord, load_runs
 from rl_cluster_benchmark.tools.analysis.statistics import Estimate
 
 BASES: tuple[tuple[str, str, Metric], ...] = (
-    ("test", "evaluation on unseen levels", figures.test_reward),
-    ("all", "evaluation on all levels", figures.all_reward),
-    ("train", "evaluation on training levels", figures.train_reward),
+    *((levels, f"evaluation on {LEVELS[levels]}", EVALUATED[levels]) for levels in ("test", "all", "train")),
     ("training", "last 100 episodes of training", figures.final_reward),
 )
 
@@ -32,6 +30,8 @@ SEEDS_FOR_A_WINNER = 3  # with two, a bootstrap names a winner among equals in 8
 
 @dataclass(frozen=True)
 class Comparison:
+    """Groups of runs that are compared on the tasks that they have learned."""
+
     groups: list[Group]
     left_out: list[LeftOut]
     thresholds: dict[LearningTask, float | None]  # a reward; None where no episode has ended in some run
@@ -65,6 +65,10 @@ class Comparison:
 
     def of_task(self, task: LearningTask) -> list[Group]:
         return [group for group in self.groups if group.task == task]
+
+    def longest_run(self, task: LearningTask) -> float:
+        """Return the steps of the run of this task that has most."""
+        return max(run.summary.total_timesteps for group in self.of_task(task) for run in group.runs)
 
     def group(self, variant: str, task: LearningTask) -> Group | None:
         return next((g for g in self.groups if g.variant == variant and g.task == task), None)
@@ -103,7 +107,7 @@ class Comparison:
         )
 
     def scores(self) -> dict[str, list[np.ndarray]]:
-        """Variant -> normalised scores [game][seed], on the games that every variant played; empty without ranges."""
+        """Return each variant's normalised scores [game][seed] on the games that all played; empty without ranges."""
         if self.basis is None:
             return {}
         common = [task for task in self.common_tasks if _has_range(task)]
@@ -116,13 +120,13 @@ class Comparison:
         return {variant: statistics.interquartile_mean(of) for variant, of in self.scores().items()}
 
     def rewards(self) -> dict[str, Estimate]:
-        """Variant -> mean reward on the one game all played, or interquartile mean of the scores on several."""
+        """Return each variant's mean reward on the one game all played, or its interquartile mean score on several."""
         if len(self.common_tasks) == 1 and self.basis is not None:
             return self._means(self.basis[2])
         return self.interquartile_means()
 
     def speeds(self) -> dict[str, Estimate]:
-        """Variant -> environment steps per second, mean over the games that every variant played."""
+        """Return each variant's environment steps per second, the mean over the games that every variant played."""
         if len(self.common_tasks) == 1:
             return self._means(figures.fps)
         return {
@@ -138,7 +142,10 @@ class Comparison:
 
     @property
     def enough_seeds(self) -> bool:
-        """On one game intervals are Student's and hold for two seeds; a bootstrap over games needs three of each."""
+        """Return whether there are enough seeds to name a winner.
+
+        On one game intervals are Student's and hold for two seeds; a bootstrap over games needs three of each.
+        """
         seeds = [len(g.runs) for g in self.groups if g.task in self.common_tasks]
         return len(self.common_tasks) == 1 or min(seeds, default=0) >= SEEDS_FOR_A_WINNER
 
@@ -150,7 +157,7 @@ class Comparison:
         return figures.machines(self.runs)
 
     def warnings(self) -> list[str]:
-        """What a reader has to know before trusting a comparison of these runs."""
+        """Return what a reader has to know before trusting a comparison of these runs."""
         found = []
         machines = self.machines()
         if len(machines) > 1:
@@ -171,7 +178,7 @@ class Comparison:
         return found + self._unequal_training() + self._unequal_work() + self._doubts()
 
     def _unequal_training(self) -> list[str]:
-        """Tasks on which the variants had neither equally many steps nor equally much time to learn."""
+        """Name the tasks on which the variants had neither equally many steps nor equally much time to learn."""
         found = []
         for task in self.tasks:
             groups = self.of_task(task)
@@ -186,7 +193,7 @@ class Comparison:
         return found
 
     def _unequal_work(self) -> list[str]:
-        """Speed-ups over sequential runs whose settings make another amount of work of a step."""
+        """Name the speed-ups over sequential runs whose settings put another amount of work into a step."""
         found = []
         for group in self.groups:
             base = self._sequential(group)
@@ -199,7 +206,7 @@ class Comparison:
         return found
 
     def _doubts(self) -> list[str]:
-        """What keeps the results from being of one kind, or from being known to be of these runs."""
+        """Say where results are not of one kind, or are not known to be of these runs."""
         found = [f"{run.path}: {doubt}." for run in self.runs for doubt in run.doubts]
         evaluations = [evaluation for run in self.runs for evaluation in run.evaluations.values()]
         if len({evaluation.deterministic for evaluation in evaluations}) > 1:
@@ -232,7 +239,7 @@ class Comparison:
 
 
 def _code(run: RunRecord) -> str:
-    """`rl_cluster_benchmark 0.1.0, torch 2.11.0 at commit a6fda55`, as far as the summary says."""
+    """Return `rl_cluster_benchmark 0.1.0, torch 2.11.0 at commit a6fda55`, as far as the summary says."""
     known = run.summary.versions
     versions = ", ".join(f"{name} {known[name]}" for name in sorted(known) if name != "python")
     commit = run.summary.git_commit
@@ -240,7 +247,7 @@ def _code(run: RunRecord) -> str:
 
 
 def _threshold(groups: Sequence[Group]) -> float | None:
-    """The highest reward that every group ended with: the time to reach it exists for nearly all runs."""
+    """Return the highest reward that every group ended with: nearly all runs have then reached it at some time."""
     finals = [group.estimate(figures.final_reward) for group in groups]
     known = [final.value for final in finals if final is not None]
     return min(known) if len(known) == len(groups) else None

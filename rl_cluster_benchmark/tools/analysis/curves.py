@@ -21,6 +21,8 @@ REWARD = "charts/episodic_return"
 
 @dataclass(frozen=True)
 class Curve:
+    """A metric over steps or time: the mean over seeds, the lowest and the highest."""
+
     x: Array
     mean: Array
     low: Array
@@ -32,7 +34,7 @@ class Curve:
 
 
 def curve(group: Group, metric: str, axis: Axis) -> Curve:
-    """As far as every seed goes; empty where one of them does not have the metric."""
+    """Return the group's curve as far as every seed goes; an empty one where a seed does not have the metric."""
     seeds = [_points(run, metric, axis) for run in group.runs]
     if any(len(x) == 0 for x, _, _ in seeds):
         nothing = np.zeros(0)

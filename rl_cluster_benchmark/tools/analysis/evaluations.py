@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from rl_cluster_benchmark.tools.analysis.run_files import (
     Amount,
     Checkpoint,
     Count,
+    LeftOut,
     Number,
     Summary,
     Text,
@@ -28,8 +28,13 @@ from rl_cluster_benchmark.tools.analysis.run_files import (
 from rl_cluster_benchmark.tools.evaluation.video import mark_of_clip
 
 NOT_PLAYED = ("seed", "num_envs")  # of the section env: an evaluation has a seed of its own, and its own number
+ANY_NAME = ("eval*.json",)
+NOT_COMPARABLE = (
+    "that cannot be compared with the run's last: its checkpoints are not in its directory, and its summary names none"
+)
 MAX_FILES = 100  # evaluations in a directory
 MAX_CLIP = 3_000_000  # bytes
+UNKNOWN = "does not say which checkpoint it is of; evaluate again"
 CLIP_TYPES = {b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
 
@@ -71,27 +76,27 @@ def how_played(found: Sequence[Evaluation]) -> tuple[str, str]:
     return str(most) if fewest == most else f"{fewest} to {most}", how
 
 
-@dataclass(frozen=True)
-class Evaluations:
-    """The evaluations that are of a run, by their levels, and (file, reason) of those, and of a clip, that are not."""
+def load_evaluations(
+    path: Path, config: Config, summary: Summary, *, has_ended: bool = True, names: Sequence[str] = ANY_NAME
+) -> tuple[dict[str, Evaluation], list[LeftOut]]:
+    """Return the evaluations that are of a run, by their levels, and those, and a clip, that are not.
 
-    found: dict[str, Evaluation]
-    left_out: list[tuple[Path, str]]
-
-
-def load_evaluations(path: Path, config: Config, summary: Summary) -> Evaluations:
-    """Of several on the same levels, one that names its checkpoint, then the one with most episodes."""
+    Of several on the same levels it is one that names its checkpoint, then the one with most episodes.
+    A run that goes on, or was killed (`has_ended` is false), has the newest checkpoint that is there.
+    """
     last = last_checkpoint(path, config, summary)
     found: dict[str, Evaluation] = {}
-    left_out: list[tuple[Path, str]] = []
-    for file in sorted(path.glob("eval*.json"))[:MAX_FILES]:
+    left_out: list[LeftOut] = []
+    for file in sorted({file for name in names for file in path.glob(name)})[:MAX_FILES]:
         try:
             evaluation = _read(path, file)
             if evaluation is None:
                 continue  # another program's file
+            if evaluation.origin is None and not has_ended:
+                raise UnusableRunError(UNKNOWN)
             _require_of_run(evaluation, config, summary, last)
         except UnusableRunError as error:
-            left_out.append((file, str(error)))
+            left_out.append(LeftOut(file, str(error)))
             continue
         known = found.get(evaluation.levels)
         if known is None or _rank(known) < _rank(evaluation):
@@ -99,8 +104,8 @@ def load_evaluations(path: Path, config: Config, summary: Summary) -> Evaluation
     try:
         load_clip(path, config, summary)
     except UnusableRunError as error:
-        left_out.append((path, str(error)))
-    return Evaluations(found, left_out)
+        left_out.append(LeftOut(path, str(error)))
+    return found, left_out
 
 
 def _rank(evaluation: Evaluation) -> tuple[bool, int]:
@@ -132,7 +137,8 @@ def last_checkpoint(path: Path, config: Config, summary: Summary) -> Checkpoint 
     for file in files:
         digest = checkpoint.digest_of(file) if is_inside(path, file) else None
         if digest is not None:
-            return Checkpoint(digest=digest, steps=summary.total_timesteps)
+            name = file.stem.rpartition("_")[2]  # the number of steps, but for a final one
+            return Checkpoint(digest=digest, steps=int(name) if name.isdigit() else summary.total_timesteps)
     return None
 
 
@@ -143,7 +149,7 @@ def _require_of_run(evaluation: Evaluation, config: Config, summary: Summary, la
         raise UnusableRunError(f"is of {evaluation.env}, the run of {config.env.name}")
     if origin is None:
         if summary.run_id is not None:
-            raise UnusableRunError("does not say which checkpoint it is of; evaluate again")
+            raise UnusableRunError(UNKNOWN)
         return
     if origin.policy == "random":
         raise UnusableRunError("is of a random policy, not of the run's agent")
@@ -155,10 +161,7 @@ def _require_of_run(evaluation: Evaluation, config: Config, summary: Summary, la
     if last is None:
         if summary.run_id is None and origin.run_id is None and origin.checkpoint.steps == summary.total_timesteps:
             return  # an older run without --output-dir: its checkpoints are elsewhere, and its summary names none
-        raise UnusableRunError(
-            f"is of a checkpoint (at {origin.checkpoint.steps:,.0f} steps) that cannot be compared with the run's "
-            "last: its checkpoints are not in its directory, and its summary names none"
-        )
+        raise UnusableRunError(f"is of a checkpoint (at {origin.checkpoint.steps:,.0f} steps) {NOT_COMPARABLE}")
     if origin.checkpoint.digest != last.digest:
         raise UnusableRunError(
             f"is of another checkpoint (at {origin.checkpoint.steps:,.0f} steps; "
@@ -195,9 +198,6 @@ def _require_clip_of_run(name: str, content: bytes, summary: Summary, last: Chec
         return
     digest, policy = mark
     if policy == "trained" and last is None:
-        raise UnusableRunError(
-            f"{name} shows a checkpoint that cannot be compared with the run's last: its checkpoints are not in its "
-            "directory, and its summary names none"
-        )
+        raise UnusableRunError(f"{name} shows a checkpoint {NOT_COMPARABLE}")
     if policy != "trained" or last is None or digest != last.digest:
         raise UnusableRunError(f"{name} does not show the run's last checkpoint; record it again")

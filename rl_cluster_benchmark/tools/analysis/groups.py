@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class LearningTask:
 
     @property
     def holds_levels_back(self) -> bool:
-        """Are there levels that training never shows?"""
+        """Return whether there are levels that training never shows."""
         return self.env.game is not None and self.env.num_levels > 0
 
     def __str__(self) -> str:
@@ -71,6 +72,8 @@ class LearningTask:
 
 @dataclass(frozen=True)
 class Group:
+    """Runs of one variant on one task that differ by their seeds alone."""
+
     variant: str
     task: LearningTask
     runs: tuple[RunRecord, ...]  # in order of their seeds, each seed once
@@ -87,9 +90,9 @@ class Group:
         return [value for run in self.runs if (value := metric(run)) is not None]
 
     def estimate(self, metric: Metric) -> Estimate | None:
-        """The mean over seeds and its interval; None unless every seed has the figure."""
+        """Return the mean over seeds and its interval, or None unless all seeds have it and acted alike."""
         values = self.values(metric)
-        if len(values) < len(self.runs):
+        if len(values) < len(self.runs) or ways_of_acting(self.runs, *LEVELS_OF.get(metric, ())) > 1:
             return None
         estimate = statistics.mean(values)
         if metric in NEVER_NEGATIVE and estimate.interval is not None:
@@ -98,7 +101,7 @@ class Group:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """In order of tasks, then of algorithms and modes as they come."""
+    """Return the groups in order of tasks, then of algorithms and modes as they come."""
     labels = _variant_labels(runs)
     members: dict[tuple[str, LearningTask], list[RunRecord]] = {}
     for run, label in zip(runs, labels, strict=True):
@@ -109,7 +112,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _variant_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """`PPO parallel`; where settings differ too, they are named: `PPO parallel (num_workers 4)`."""
+    """Return a name for each run's variant: `PPO parallel`, or `PPO parallel (num_workers 4)` where settings differ."""
     settings = [_settings(run) for run in runs]
     names = [f"{run.algorithm} {run.mode}" for run in runs]
     labels, seen = [], set()
@@ -166,8 +169,27 @@ def _value(value: object) -> str:
 # Figures of a run
 
 
-def fps(run: RunRecord) -> float | None:
-    return run.summary.avg_fps
+def in_summary(name: str) -> Metric:
+    """Return the figure that stands under this name in a run's summary."""
+    return attrgetter(f"summary.{name}")
+
+
+def in_evaluation(levels: str, name: str = "mean_reward") -> Metric:
+    """Return the figure that stands under this name in a run's evaluation on these levels."""
+
+    def figure(run: RunRecord) -> float | None:
+        return getattr(run.evaluations[levels], name) if levels in run.evaluations else None
+
+    return figure
+
+
+fps, steps, memory = in_summary("avg_fps"), in_summary("total_timesteps"), in_summary("peak_memory_gb")
+final_reward, best_reward = in_summary("final_reward"), in_summary("best_reward")
+NEVER_NEGATIVE = (fps, memory, steps)
+# The levels of an evaluation: those of training, those never trained on, and all, as the published test has them.
+LEVELS = {"train": "training levels", "test": "unseen levels", "all": "all levels"}
+EVALUATED = {levels: in_evaluation(levels) for levels in LEVELS}
+train_reward, test_reward, all_reward = EVALUATED.values()
 
 
 def machines(runs: Iterable[RunRecord]) -> list[tuple[str, int | None]]:
@@ -190,52 +212,26 @@ def processes(run: RunRecord) -> int | None:
     return workers + (learners or 0)
 
 
-def ways_of_acting(runs: Iterable[RunRecord], levels: str) -> int:
+def ways_of_acting(runs: Iterable[RunRecord], *levels: str) -> int:
     """Return 2 if some of the runs' evaluations on these levels sampled actions and others took the likeliest ones."""
-    return len({run.evaluations[levels].deterministic for run in runs if levels in run.evaluations})
-
-
-def memory(run: RunRecord) -> float | None:
-    return run.summary.peak_memory_gb
-
-
-def steps(run: RunRecord) -> float | None:
-    return run.summary.total_timesteps
-
-
-NEVER_NEGATIVE = (fps, memory, steps)
-
-
-def final_reward(run: RunRecord) -> float | None:
-    return run.summary.final_reward
-
-
-def train_reward(run: RunRecord) -> float | None:
-    """Evaluated on the levels of training."""
-    evaluation = run.evaluations.get("train")
-    return evaluation.mean_reward if evaluation else None
-
-
-def test_reward(run: RunRecord) -> float | None:
-    """Evaluated on levels that were never trained on."""
-    evaluation = run.evaluations.get("test")
-    return evaluation.mean_reward if evaluation else None
-
-
-def all_reward(run: RunRecord) -> float | None:
-    """Evaluated on all levels, those of training among them, as the published test is."""
-    evaluation = run.evaluations.get("all")
-    return evaluation.mean_reward if evaluation else None
+    found = [run.evaluations[name] for run in runs for name in levels if name in run.evaluations]
+    return len({evaluation.deterministic for evaluation in found})
 
 
 def gap(run: RunRecord) -> float | None:
-    """How much better the agent plays levels it was trained on than levels never trained on."""
+    """Return how much better the agent plays levels it was trained on than levels never trained on."""
     train, test = train_reward(run), test_reward(run)
     return train - test if train is not None and test is not None else None
 
 
+LEVELS_OF: dict[Metric, tuple[str, ...]] = {
+    train_reward: ("train",), test_reward: ("test",), all_reward: ("all",), gap: ("train", "test"),
+}  # fmt: skip
+"""The levels whose evaluations a figure is of."""
+
+
 def reached(run: RunRecord, threshold: float) -> tuple[float, float] | None:
-    """(steps, seconds) after which the mean of the last 100 episodes was first at the threshold."""
+    """Return (steps, seconds) after which the mean of the last 100 episodes was first at the threshold."""
     rewards, episodes = run.series.get("charts/episodic_return"), run.series.get("charts/episodes")
     if rewards is None or episodes is None:
         return None
@@ -243,8 +239,13 @@ def reached(run: RunRecord, threshold: float) -> tuple[float, float] | None:
     return (float(run.series["step"][there[0]]), float(run.series["time"][there[0]])) if len(there) else None
 
 
+def published_until(env: EnvConfig, step: float) -> list[published.CurvePoint]:
+    """Return the points of the published curve that lie within a picture of a run of so many steps."""
+    return [point for point in published.curve(env) if point.step <= 1.3 * step]
+
+
 def published_reward(task: LearningTask, at_step: float, split: str = "train") -> float | None:
-    """What the published PPO had reached after as many steps; None before its first point or after its last."""
+    """Return what the published PPO had reached after as many steps; None outside of its curve."""
     points = published.curve(task.env, split)
     if not points or not points[0].step <= at_step <= points[-1].step:
         return None

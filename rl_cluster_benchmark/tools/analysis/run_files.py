@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.atomic_files import open_plain
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.text import plain
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.episodes import WINDOW
 from rl_cluster_benchmark.tools.analysis.series import MAX_NUMBER, Series, columns, read_series
@@ -29,6 +33,17 @@ RECENT = 10  # lines of the log that make up the final speed
 
 class UnusableRunError(UserError):
     """A directory that holds no run that can be read; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A directory or a file that is left out of a comparison, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return plain(f"{self.path}: {self.reason}")
 
 
 class Checkpoint(BaseModel):
@@ -79,15 +94,19 @@ def is_inside(root: Path, file: Path) -> bool:
     return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(root))
 
 
+def _require_inside(root: Path, file: Path) -> None:
+    if not is_inside(root, file) or not file.is_file():
+        raise UnusableRunError(f"{file.name} leads outside the run's directory, or is no plain file")
+
+
 def read_inside(
     root: Path, file: Path, limit: int = MAX_FILE, too_large: str = "not written by this program"
 ) -> bytes | None:
-    """A file of the run, or None where there is none; one that is too large or leads outside is an error."""
+    """Return the content of a run's file, None if there is none; raise if it is too large or leads outside."""
     try:
         if not os.path.lexists(file):
             return None
-        if not is_inside(root, file) or not file.is_file():
-            raise UnusableRunError(f"{file.name} leads outside the run's directory, or is no plain file")
+        _require_inside(root, file)
         with open_plain(file) as opened:
             content = opened.read(limit + 1)
     except OSError as error:
@@ -119,8 +138,7 @@ def load_series(path: Path, config: Config) -> Series:
     label = RunDirectory.of(config.model_copy(update={"output_dir": "."})).logs
     for file in (path / label / "metrics.jsonl", path / "metrics.jsonl"):
         if os.path.lexists(file):
-            if not is_inside(path, file) or not file.is_file():
-                raise UnusableRunError("metrics.jsonl leads outside the run's directory, or is no plain file")
+            _require_inside(path, file)
             try:
                 series = read_series(file)
             except OSError as error:
@@ -155,17 +173,21 @@ def first_problem(error: ValidationError) -> str:
 
 
 def summary_of(series: Series, state: Literal["interrupted"]) -> Summary:
-    """What the log alone tells about a run that has not written its summary, or not its last one."""
+    """Return what the log alone tells about a run that has not written its summary, or not its last one."""
     if not len(series["step"]):
         return Summary(
             state=state, total_timesteps=0, total_updates=0, duration_hours=0, avg_fps=0, final_fps=0, peak_memory_gb=0
         )
-    last = {name: float(values[-1]) for name, values in series.items() if values[-1] == values[-1]}
+
+    def known(name: str, last: int = 0) -> NDArray[np.float64]:
+        values = series.get(name, series["step"][:0])[-last:]
+        return values[np.isfinite(values)]
+
+    last = {name: float(values[-1]) for name, values in series.items() if np.isfinite(values[-1])}
     rewards = series.get("charts/episodic_return", series["step"][:0])
     if len(rewards):
-        rewards = rewards[(series.get("charts/episodes", rewards) >= WINDOW) & (rewards == rewards)]
-    speeds = series.get("charts/SPS", series["step"][:0])[-RECENT:]
-    memory = series.get("system/memory_gb", series["step"][:0])
+        rewards = rewards[(series.get("charts/episodes", rewards) >= WINDOW) & np.isfinite(rewards)]
+    speeds, memory = known("charts/SPS", RECENT), known("system/memory_gb")
     prefix = "time/"
     return Summary(
         state=state,
@@ -173,8 +195,8 @@ def summary_of(series: Series, state: Literal["interrupted"]) -> Summary:
         total_updates=last["update"],
         duration_hours=last["time"] / 3600,
         avg_fps=last["step"] / max(last["time"], 1e-9),
-        final_fps=float(speeds[speeds == speeds].mean()) if (speeds == speeds).any() else 0.0,
-        peak_memory_gb=float(memory[memory == memory].max()) if (memory == memory).any() else 0.0,
+        final_fps=float(speeds.mean()) if len(speeds) else 0.0,
+        peak_memory_gb=float(memory.max()) if len(memory) else 0.0,
         initial_reward=float(rewards[0]) if len(rewards) else None,
         final_reward=last.get("charts/episodic_return"),
         best_reward=float(rewards.max()) if len(rewards) else None,

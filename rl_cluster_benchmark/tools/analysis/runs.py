@@ -9,16 +9,16 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.core.text import plain
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
-from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation, load_evaluations
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, LOCK, RunDirectory
+from rl_cluster_benchmark.tools.analysis.evaluations import ANY_NAME, Evaluation, load_evaluations
 from rl_cluster_benchmark.tools.analysis.run_files import (
+    LeftOut,
     Summary,
     UnusableRunError,
     load_config,
@@ -30,15 +30,18 @@ from rl_cluster_benchmark.tools.analysis.series import Series
 
 State = Literal["running", "finished", "interrupted", "failed"]
 
-MARKS = ("config.yaml", "training_summary.json", "benchmark_metrics.json", "metrics.jsonl")
+MARKS = ("training_summary.json", "benchmark_metrics.json", "metrics.jsonl")  # files that nobody but a run writes
 MAX_DEPTH = 6
 NO_RUNS_BELOW = ("venv", "node_modules", "__pycache__")
+OF_A_RUN = ("checkpoints", "logs")  # folders in which no other run is looked for
 MAX_RUNS = 10_000
 KILLED = "it ended without a summary: killed, or the machine went down"
 
 
 @dataclass(frozen=True)
 class RunRecord:
+    """A run, as its files tell of it."""
+
     path: Path
     config: Config
     state: State
@@ -66,6 +69,25 @@ class RunRecord:
         return self.config.env.seed
 
     @property
+    def notes(self) -> list[str]:
+        """Return what does not go together in its files, and which evaluations are not of it."""
+        return [*self.doubts, *(f"{item.path.name}: {item.reason}" for item in self.left_out)]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what lists of runs tell of each."""
+        return {
+            "algorithm": self.algorithm,
+            "mode": self.mode,
+            "seed": self.seed,
+            "steps": self.summary.total_timesteps,
+            "seconds": self.summary.duration_hours * 3600,
+            "state": self.state,
+            "reason": self.reason,
+            "notes": self.notes,
+        }
+
+    @property
     def identity(self) -> tuple[object, ...]:
         """Return what a copy has in common with the run, and no other run has: not even a copy that went on."""
         s = self.summary
@@ -73,17 +95,10 @@ class RunRecord:
         return (s.run_id, s.total_timesteps, s.total_updates, *measured)
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    path: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return plain(f"{self.path}: {self.reason}")
-
-
-def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[RunRecord], list[LeftOut]]:
-    """The runs in these directories (or in those below them), and what was left out, with the reason."""
+def load_runs(
+    paths: Iterable[Path], *, unfinished: bool = False, evaluations: Sequence[str] = ANY_NAME
+) -> tuple[list[RunRecord], list[LeftOut]]:
+    """Return the runs in these directories or below them, and what was left out, with the reason."""
     runs: list[RunRecord] = []
     left_out: list[LeftOut] = []
     known: dict[object, Path] = {}
@@ -92,7 +107,7 @@ def load_runs(paths: Iterable[Path], *, unfinished: bool = False) -> tuple[list[
             place = os.path.realpath(path)
             if known.setdefault(place, path) is not path:
                 raise UnusableRunError(f"is {known[place]} by another name; a run counts once")
-            run = load_run(path)
+            run = load_run(path, evaluations)
             require_usable(run, unfinished)
             if known.setdefault(run.identity, path) is not path:
                 raise UnusableRunError(f"is a copy of {known[run.identity]}; a run counts once")
@@ -118,67 +133,77 @@ def _expand(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
+    """Return whether a run has written there; a config.yaml alone may be anybody's."""
     try:
-        is_starting = (path / ".lock").is_file() and (path / "checkpoints").is_dir()
-        return is_starting or any((path / mark).is_file() for mark in MARKS)
+        if any((path / mark).is_file() for mark in MARKS):
+            return True
+        has_config = (path / "config.yaml").exists()
+        if not has_config and not (path / "checkpoints").is_dir():
+            return False
+        was_claimed = (path / LOCK).is_file() and (path / LOCK).stat().st_size > 0  # it names the run's process
+        return was_claimed or (has_config and RunDirectory.anywhere_in(path).a_run_was_here())
     except OSError:  # a directory that may not be entered
         return False
 
 
 def find_runs(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """Directories that look like a run, in order of their names; links are not followed."""
+    """Yield the directories that look like a run, in order of their names; links are not followed."""
     yield from itertools.islice(_walk(root, depth), MAX_RUNS)
 
 
 def _walk(root: Path, depth: int) -> Iterator[Path]:
+    passed_over: tuple[str, ...] = NO_RUNS_BELOW
     if is_run(root):
         yield root
-        return
+        passed_over += OF_A_RUN
     try:
         entries = [entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return
     for name in sorted(entries) if depth > 0 else ():
-        if name.startswith(".") or name in NO_RUNS_BELOW:
+        if name.startswith(".") or name in passed_over:
             continue
         yield from _walk(root / name, depth - 1)
 
 
-def load_run(path: Path) -> RunRecord:
-    """Return the run in a directory; raise UnusableRunError with the reason, whatever is wrong with its files."""
+def load_run(path: Path, evaluations: Sequence[str] = ANY_NAME) -> RunRecord:
+    """Return the run in a directory, with its evaluations in files of these names.
+
+    Raise UnusableRunError with the reason, whatever is wrong with its files.
+    """
     try:
-        return _load_run(path)
+        return _load_run(path, evaluations)
     except UnusableRunError:
         raise
     except Exception as error:  # one stranger's run must not keep the others from being read
         raise UnusableRunError(f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def _load_run(path: Path) -> RunRecord:
+def _load_run(path: Path, names: Sequence[str]) -> RunRecord:
     if not path.exists():
         raise UnusableRunError("does not exist")
     if not path.is_dir():
         raise UnusableRunError("is a file, not the directory of a run")
     if not is_run(path):
-        raise UnusableRunError("holds no run: none of " + ", ".join(MARKS) + " is in it")
+        raise UnusableRunError("holds no run: there is neither a summary nor a log nor a checkpoint of one")
     running = is_running(path)
     config = load_config(path, running)
     series = load_series(path, config)
     summary = load_summary(path, config)
     last = series["update"][-1] if len(series["update"]) else 0
-    if running or summary is None or summary.total_updates < last:
-        current = summary_of(series, "interrupted")
-        state: State = "running" if running else "interrupted"
-        return RunRecord(path, config, state, None if running else KILLED, current, series)
-    evaluations = load_evaluations(path, config, summary)
-    return RunRecord(
-        path, config, summary.state, summary.reason, summary, series, evaluations.found,
-        tuple(LeftOut(file, reason) for file, reason in evaluations.left_out), tuple(_doubts(config, summary, last)),
-    )  # fmt: skip
+    state: State
+    if has_ended := not running and summary is not None and summary.total_updates >= last:
+        state, reason = summary.state, summary.reason
+    else:
+        state, reason = ("running", None) if running else ("interrupted", KILLED)
+        summary = summary_of(series, "interrupted")
+    evaluations, left_out = load_evaluations(path, config, summary, has_ended=has_ended, names=names)
+    doubts = tuple(_doubts(config, summary, last))
+    return RunRecord(path, config, state, reason, summary, series, evaluations, tuple(left_out), doubts)
 
 
 def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
-    """The log ends where the summary says that the run did, or at most an interval of logging before."""
+    """Say so if the log does not end where the summary says that the run did, but for an interval of logging."""
     missing = summary.total_updates - last_logged
     if last_logged and missing >= config.training.log_interval:
         ends = f"its log ends at update {last_logged:,.0f}, its summary at {summary.total_updates:,.0f}"
@@ -187,9 +212,9 @@ def _doubts(config: Config, summary: Summary, last_logged: float) -> list[str]:
 
 
 def is_running(path: Path) -> bool:
-    """Does a process hold the run's lock? A shared lock, tried for a moment, tells."""
+    """Return whether a process holds the run's lock; a shared lock is tried for a moment to find out."""
     try:
-        lock = os.open(path / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        lock = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

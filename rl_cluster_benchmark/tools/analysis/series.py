@@ -28,21 +28,45 @@ PREFIXES = ("charts/", "losses/", "time/", "system/")
 
 
 def read_series(path: Path) -> Series:
-    """The log as columns of at most MAX_POINTS numbers, in order of steps; empty columns if it holds no line."""
+    """Return the log as columns of at most MAX_POINTS numbers in order of steps; empty ones if it holds no line."""
     return columns(read_points(path))
 
 
 def read_points(path: Path) -> list[dict[str, float]]:
-    """The log's lines, or about MAX_POINTS of them at even distances; the first and the last are always among them."""
+    """Return the log's lines, or about MAX_POINTS of them at even distances, the first and the last among them."""
     with open_plain(path) as file:
         size = file.seek(0, 2)
         lines = _all_lines(file) if size <= WHOLE_BYTES else _sampled_lines(file, size)
     points: list[dict[str, float]] = []
     for line in lines:
         point = _parse(line)
-        if point is not None and (not points or point["step"] > points[-1]["step"]):
+        if point is not None and (not points or _place(point) > _place(points[-1])):
             points.append(point)
     return points
+
+
+def _place(point: dict[str, float]) -> tuple[float, float]:
+    """Return where a line stands in a log; an update of IMPALA that only replays has no new steps."""
+    return point["step"], point["update"]
+
+
+class GrowingLog:
+    """The metrics.jsonl of a run that is going on, read as far as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read_so_far = 0
+
+    def new_lines(self) -> list[dict[str, float]]:
+        """Return the lines that were written since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._read_so_far)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:  # its first line is still to come
+            return []
+        self._read_so_far += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def columns(points: list[dict[str, float]]) -> Series:
@@ -85,7 +109,7 @@ def _parse(line: bytes) -> dict[str, float] | None:
 
 
 def _number(value: object) -> float | None:
-    """A finite number of a sensible size, or None."""
+    """Return a number if it is finite and of a sensible size, or else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

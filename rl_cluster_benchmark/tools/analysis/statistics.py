@@ -28,14 +28,14 @@ class Estimate(NamedTuple):
     interval: tuple[float, float] | None
 
     def overlaps(self, other: Estimate) -> bool | None:
-        """None where that cannot be said."""
+        """Return whether the intervals overlap; None where one of them is missing."""
         if self.interval is None or other.interval is None:
             return None
         return self.interval[0] <= other.interval[1] and other.interval[0] <= self.interval[1]
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean over seeds with Student's t interval: honest for the two to five seeds that people have."""
+    """Return the mean over seeds with Student's t interval, which holds for the two to five seeds that people have."""
     from scipy import stats
 
     array = np.asarray(values, dtype=np.float64)
@@ -47,7 +47,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def stratified_mean(scores: Scores) -> Estimate:
-    """The mean over games of each game's mean."""
+    """Return the mean over games of each game's mean."""
 
     def statistic(*samples: Array, axis: int) -> Array:
         return np.asarray(np.mean([sample.mean(axis=-1) for sample in samples], axis=0))
@@ -56,12 +56,12 @@ def stratified_mean(scores: Scores) -> Estimate:
 
 
 def interquartile_mean(scores: Scores) -> Estimate:
-    """The mean of the middle half of all runs' scores, whatever game they are of."""
+    """Return the mean of the middle half of all runs' scores, whatever game they are of."""
     return Estimate(_iqm(*scores, axis=-1).item(), _interval(scores, _iqm))
 
 
 def probability_of_improvement(x: Scores, y: Scores) -> Estimate:
-    """How likely a run of X is to score higher than one of Y on the same game, a tie being half; mean over games."""
+    """Return how likely a run of X is to score higher than one of Y on the same game; a tie counts half."""
 
     def statistic(*samples: Array, axis: int) -> Array:
         return _improvement(samples[: len(x)], samples[len(x) :])
@@ -70,7 +70,7 @@ def probability_of_improvement(x: Scores, y: Scores) -> Estimate:
 
 
 def performance_profile(scores: Scores, thresholds: Array) -> tuple[Array, Array | None]:
-    """The share of runs that score above each threshold [T], and its 95% band [2, T]; no band for one seed."""
+    """Return the share of runs above each score [T], and its 95% band [2, T]; no band for one seed."""
 
     def share_above(threshold: float) -> Callable[..., Array]:
         return lambda *samples, axis: np.asarray(_joined(samples) > threshold).mean(axis=-1)
@@ -96,7 +96,7 @@ def _improvement(x: Scores, y: Scores) -> Array:
 
 
 def _joined(samples: Sequence[Array]) -> Array:
-    """All games' runs in one row, behind whatever axis holds the resamples."""
+    """Return all games' runs in one row, behind whatever axis holds the resamples."""
     shape = np.broadcast_shapes(*(sample.shape[:-1] for sample in samples))
     return np.concatenate([np.broadcast_to(s, (*shape, s.shape[-1])) for s in samples], axis=-1)
 
@@ -104,7 +104,7 @@ def _joined(samples: Sequence[Array]) -> Array:
 def _interval(
     scores: Scores, statistic: Callable[..., Array], resamples: int = RESAMPLES
 ) -> tuple[float, float] | None:
-    """95%, by the percentiles of a stratified bootstrap; None where a game has one seed only."""
+    """Return the 95% interval by a stratified bootstrap's percentiles; None where a game has one seed only."""
     from scipy import stats
 
     if any(len(game) < 2 for game in scores):

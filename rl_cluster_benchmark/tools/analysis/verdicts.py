@@ -30,7 +30,7 @@ def rank(estimates: dict[str, Estimate], enough_seeds: bool = True) -> Ranking:
 
 
 def interval(estimate: Estimate | None, places: int = 2) -> str:
-    """`5.90 (5.20 to 6.60)`; without an interval the figure alone."""
+    """Return `5.90 (5.20 to 6.60)`; without an interval the figure alone."""
     if estimate is None:
         return NOTHING
     value = f"{estimate.value:,.{places}f}"
@@ -41,7 +41,7 @@ def interval(estimate: Estimate | None, places: int = 2) -> str:
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """The answer in a few sentences: how fast, how good, can it be trusted."""
+    """Return the answer in a few sentences: how fast, how good, and whether it can be trusted."""
     sentences = []
     speeds = rank(comparison.speeds(), comparison.enough_seeds)
     if len(comparison.machines()) > 1:

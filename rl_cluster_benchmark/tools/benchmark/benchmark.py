@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.output_files import cannot_write_to
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.run.directory import lock_file
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.runs import LeftOut, is_run, load_runs
 from rl_cluster_benchmark.tools.benchmark import matrix as matrices
 from rl_cluster_benchmark.tools.benchmark import removal
-from rl_cluster_benchmark.tools.benchmark.board import Board
+from rl_cluster_benchmark.tools.benchmark.cell_table import CellTable
 from rl_cluster_benchmark.tools.benchmark.cells import CellProgress, look_at, work_on
 from rl_cluster_benchmark.tools.benchmark.matrix import Matrix
 from rl_cluster_benchmark.tools.reports.report import check_replaceable, write_report
@@ -57,14 +58,14 @@ def plan(directory: Path, matrix: Matrix | None, *, resume: bool, overwrite: boo
 def benchmark(
     directory: Path, matrix: Matrix | None, signals: Signals, *, resume: bool, overwrite: bool, keep_partial: bool
 ) -> int:
-    """Work on every cell that is not done, then report; returns the exit status."""
+    """Work on every cell that is not done, then report; return the exit status."""
     _check_can_resume(directory, matrix)
     with _locked(directory):
         matrix = _prepare(directory, matrix, resume=resume, overwrite=overwrite)
         check_replaceable(directory)
         cells = _look_at_all(directory, matrix)
         status = _work(directory, cells, matrix, signals, keep_partial)
-        if signals.received is None:
+        if not signals.has_come():
             report(directory, cells)
     _name_failed(cells)
     return status
@@ -74,7 +75,7 @@ def one_cell(
     directory: Path, matrix: Matrix | None, signals: Signals, only: str, *, resume: bool, overwrite: bool,
     keep_partial: bool,
 ) -> int:  # fmt: skip
-    """Work on one cell, beside jobs that work on others; returns the exit status."""
+    """Work on one cell, beside jobs that work on others; return the exit status."""
     _check_can_resume(directory, matrix)
     if not (directory / matrices.FILE).is_file() or not (resume or overwrite):
         with _locked(directory, patience=SECONDS_FOR_THE_PLAN):
@@ -100,7 +101,7 @@ def one_cell(
 
 
 def _check_can_resume(directory: Path, matrix: Matrix | None) -> None:
-    """Before anything is made: a mistyped --output-dir leaves no directory behind."""
+    """Refuse a directory without a benchmark before anything is made: it may be mistyped."""
     if matrix is None and not (directory / matrices.FILE).is_file():
         raise UserError(f"There is no benchmark in {directory} to resume.")
 
@@ -110,7 +111,8 @@ def _prepare(
 ) -> Matrix:
     """Return the matrix to work on: the one in the directory, or a new one, written there. The lock is held.
 
-    Runs without a plan are nobody knows what: they are not gone on with. `only` is the cell that will be replaced.
+    How runs without a plan were trained is not known: they are not gone on with. `only` is the cell that will be
+    replaced.
     """
     exists = (directory / matrices.FILE).is_file()
     if resume and exists:
@@ -135,7 +137,7 @@ def _prepare(
     try:
         (directory / CELLS).mkdir(exist_ok=True)
     except OSError as error:
-        raise UserError(f"Cannot write to {directory} ({error.strerror}); choose another --output-dir.") from None
+        raise cannot_write_to(directory, error) from None
     matrices.save(matrix, directory)
     return matrix
 
@@ -187,17 +189,17 @@ def _look_at_all(directory: Path, matrix: Matrix) -> list[CellProgress]:
 
 
 def _work(directory: Path, cells: Sequence[CellProgress], matrix: Matrix, signals: Signals, keep_partial: bool) -> int:
-    """Work on these cells, one after the other; returns the exit status."""
+    """Work on these cells, one after the other; return the exit status."""
     (directory / CELLS).mkdir(parents=True, exist_ok=True)
-    board = Board(cells, matrix)
+    table = CellTable(cells, matrix)
     for progress in cells:
-        if progress.state != "done" and signals.received is None:
-            board.begin()
-            work_on(progress, matrix, signals, board.show, keep_partial)
-    board.end()
-    if signals.received is not None:
+        if progress.state != "done" and not signals.has_come():
+            table.begin()
+            work_on(progress, matrix, signals, table.show, keep_partial)
+    table.end()
+    if signals.has_come():
         print(f"Interrupted. To go on: rlcb benchmark --resume --output-dir {shlex.quote(str(directory))}")
-        return 128 + signals.received
+        return signals.status
     return 1 if any(progress.state == "failed" for progress in cells) else 0
 
 
@@ -208,8 +210,10 @@ def _name_failed(cells: Sequence[CellProgress]) -> None:
 
 
 def report(directory: Path, cells: Sequence[CellProgress]) -> None:
-    """The table on the screen; the page, its Markdown and the figures in files."""
-    runs, left_out = load_runs([progress.directory for progress in cells if progress.state == "done"])
+    """Print the table, and write the page, its Markdown and the figures."""
+    runs, left_out = load_runs(
+        [progress.directory for progress in cells if progress.state == "done"], evaluations=removal.EVALUATIONS
+    )
     left_out += [LeftOut(p.directory, p.reason or p.state) for p in cells if p.state != "done"]
     if not runs:
         return
@@ -235,7 +239,7 @@ def _locked(directory: Path, *, shared: bool = False, patience: float = 0.0) -> 
         lock = lock_file(path, shared=shared, patience=patience)
         others = lock_file(path, shared=True) if lock is None and not shared else None
     except OSError as error:
-        raise UserError(f"Cannot write to {directory} ({error.strerror}); choose another --output-dir.") from None
+        raise cannot_write_to(directory, error) from None
     if others is not None:
         os.close(others)
         raise UserError(
@@ -257,7 +261,7 @@ Check = Callable[[Sequence[str]], object]
 
 
 def check_cells(matrix: Matrix, check: Check) -> None:
-    """Every cell's config is built before anything starts: a mistake is found now, not after hours."""
+    """Build every cell's config before anything starts: a mistake is found now, not after hours."""
     for cell in matrix.cells():
         try:
             check(cell.arguments)

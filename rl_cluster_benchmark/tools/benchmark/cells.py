@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.processes.child_process import ChildProcess, reason_of_failure, rlcb
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord, UnusableRunError, is_running, load_run
-from rl_cluster_benchmark.tools.benchmark.cell_processes import reason_in, run_child
 from rl_cluster_benchmark.tools.benchmark.matrix import Cell, Matrix
-from rl_cluster_benchmark.tools.benchmark.removal import log_of
+from rl_cluster_benchmark.tools.benchmark.removal import EVALUATIONS, log_of
 
 CellState = Literal["to come", "training", "evaluating", "done", "failed"]
+SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_FOR_AN_ORPHAN = 60.0  # that a run of a killed benchmark has to save and end
 MOST_OVERHEAD = 600.0  # seconds to start and evaluate a cell
 SPARE_SECONDS = 900.0  # beyond twice its duration, after which a timed run is ended
@@ -38,19 +39,18 @@ class CellProgress:
 
 
 def look_at(cell: Cell, directory: Path, matrix: Matrix) -> CellProgress:
-    """What an earlier call has left of the cell; only what is complete counts."""
-    progress = CellProgress(cell, directory)
-    try:
-        run = load_run(directory)
-    except UnusableRunError:
-        return progress
-    if run.state == "finished" and not _missing_levels(run, matrix):
-        return CellProgress(cell, directory, "done", None, run, _seconds_taken(run))
-    return progress
+    """Return what an earlier call has left of the cell; only what is complete counts."""
+    run = _finished(directory)
+    if run is None or _missing_levels(run, matrix):
+        return CellProgress(cell, directory)
+    return CellProgress(cell, directory, "done", None, run, _seconds_taken(run))
 
 
 def _seconds_taken(run: RunRecord) -> float:
-    """From its start to its last evaluation; one that was made much later, after an interruption, counts in part."""
+    """Return the time from the run's start to its last evaluation.
+
+    An evaluation that was made much later, after an interruption, counts in part.
+    """
     training = run.summary.duration_hours * 3600
     evaluated = max((file.stat().st_mtime for file in run.path.glob("evaluation_*.json")), default=0.0)
     return training + min(MOST_OVERHEAD, max(0.0, evaluated - (run.path / "config.yaml").stat().st_mtime - training))
@@ -70,7 +70,7 @@ def work_on(
         progress.state, progress.run = "evaluating", run
         for levels in _missing_levels(run, matrix):
             _evaluate(progress, run, levels, matrix, signals, look)
-        progress.run = load_run(progress.directory)
+        progress.run = load_run(progress.directory, EVALUATIONS)
         progress.state, progress.reason = "done", None
     except _Interrupted:
         progress.state = "to come"
@@ -93,7 +93,10 @@ class _Failed(Exception):  # noqa: N818
 def _train(
     progress: CellProgress, matrix: Matrix, signals: Signals, look: Callable[[], None], keep_partial: bool
 ) -> RunRecord:
-    """From the beginning, unless partial runs are to be kept: a resumed run meets other levels than a whole one."""
+    """Train the cell from the beginning, unless partial runs are to be kept.
+
+    A resumed run meets other levels than a whole one.
+    """
     how = "--resume-if-present" if keep_partial else "--overwrite"
     call = ["train", *progress.cell.arguments, "--output-dir", str(progress.directory), how]
     hours = matrix.duration_hours
@@ -121,25 +124,35 @@ def _evaluate(
 def _call(
     progress: CellProgress, call: list[str], signals: Signals, look: Callable[[], None], deadline: float | None = None
 ) -> None:
-    status = run_child(call, progress.log, signals, look, deadline)
-    if signals.received is not None:
+    """Run `rlcb CALL` to its end; it is told to end earlier when a signal has come, or after `deadline` seconds."""
+    child, is_late = ChildProcess(rlcb(*call), output=progress.log), False
+    try:
+        while not child.has_ended():
+            is_late = is_late or (deadline is not None and time.monotonic() - child.started > deadline)
+            if signals.has_come() or is_late:
+                child.ask_to_end()
+            look()
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+    finally:
+        child.kill()
+    if signals.has_come():
         raise _Interrupted
-    if status == 124:
+    if is_late:
         raise _Failed("the run was ended: it had taken more than twice its time")
-    if status != 0:
-        raise _Failed(reason_in(progress.log, status))
+    if child.status != 0:
+        raise _Failed(reason_of_failure(progress.log, child.status))
 
 
 def _finished(directory: Path) -> RunRecord | None:
     try:
-        run = load_run(directory)
+        run = load_run(directory, EVALUATIONS)
     except UnusableRunError:
         return None
     return run if run.state == "finished" else None
 
 
 def _missing_levels(run: RunRecord, matrix: Matrix) -> list[str]:
-    """Levels still to be played: those of training and others; all, where none was held back.
+    """Return the levels still to be played: those of training and unseen ones, or all where none was held back.
 
     An evaluation counts if it is known to be of the checkpoint that the run ended with.
     """
@@ -157,10 +170,10 @@ def _missing_levels(run: RunRecord, matrix: Matrix) -> list[str]:
 
 
 def _wait_for_orphan(progress: CellProgress, signals: Signals) -> None:
-    """A benchmark that was killed asked its run to end; that may take a moment."""
+    """Wait for the end of a run that a killed benchmark has left; it was told to end."""
     end = time.monotonic() + SECONDS_FOR_AN_ORPHAN
     while is_running(progress.directory):
-        if signals.received is not None:
+        if signals.has_come():
             raise _Interrupted
         if time.monotonic() > end:
             raise _Failed("another process is training it")

@@ -61,7 +61,7 @@ class Matrix(BaseModel):
         return self
 
     def cells(self) -> list[Cell]:
-        """Seed by seed, so that after the first round every variant has a result."""
+        """Return the cells seed by seed, so that after the first round every variant has a result."""
         limits: list[str] = []
         if self.duration_hours is not None:
             limits += ["--duration", str(self.duration_hours)]
@@ -77,7 +77,7 @@ class Matrix(BaseModel):
         ]
 
     def _variants(self) -> list[tuple[str, list[str]]]:
-        """(name, arguments)."""
+        """Return the name of each variant and its arguments."""
         if self.configs:
             return [(Path(file).stem, ["--config", file]) for file in self.configs]
         return [
@@ -92,7 +92,7 @@ def short_name(env: str) -> str:
 
 
 def build(**values: object) -> Matrix:
-    """From the command line, with a sentence for every mistake."""
+    """Return the matrix that a command line asks for; answer every mistake with a sentence."""
     try:
         matrix = Matrix.model_validate(values)
     except ValidationError as error:

@@ -13,7 +13,7 @@ from rl_cluster_benchmark.run.directory import LOCK, RunDirectory, lock_file
 from rl_cluster_benchmark.tools.analysis.runs import UnusableRunError, load_run
 from rl_cluster_benchmark.tools.reports.report import FILES as REPORT_FILES
 
-EVALUATION_FILES = ("evaluation_train.json", "evaluation_test.json", "evaluation_all.json", "clip.webp")
+EVALUATIONS = ("evaluation_train.json", "evaluation_test.json", "evaluation_all.json")  # that a benchmark makes
 SHOWN = 5  # of the files that stay
 
 
@@ -70,8 +70,8 @@ def remove_report(directory: Path) -> None:
 def remove_cells(cells: Sequence[Path], *, keep_locks: bool = False) -> None:
     """Remove these cells' runs, evaluations and logs, and the directories that are empty then; say what stays.
 
-    Of a link only the link is removed. The caller holds the locks. When this returns, a power failure brings nothing
-    back.
+    A link is removed, but not what it leads to. The caller holds the locks. When this returns, a power failure brings
+    nothing back.
     """
     left: list[Path] = []
     for cell in cells:
@@ -91,14 +91,14 @@ def remove_cells(cells: Sequence[Path], *, keep_locks: bool = False) -> None:
 
 
 def _remove_run(cell: Path) -> None:
-    run = RunDirectory(cell, cell / "checkpoints", cell / "logs" / "PPO_Sequential", "ppo_sequential")
-    run.remove_run()  # whatever its algorithm and mode: it has the directory for itself
+    run = RunDirectory.anywhere_in(cell)
+    run.remove_run()
     for name in run.names():
         (run.checkpoints / f".{name}{LOCK}").unlink(missing_ok=True)
     for folder in run.log_folders():
         remove_leftovers(folder)
         _remove_if_empty(folder)
-    for file in EVALUATION_FILES:  # one that is damaged tells not whose it is
+    for file in (*EVALUATIONS, "clip.webp"):  # one that is damaged tells not whose it is
         (cell / file).unlink(missing_ok=True)
     for directory in (cell / "checkpoints", cell / "logs", cell):
         remove_leftovers(directory)

@@ -28,7 +28,7 @@ class Trouble(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckedMachine:
-    """As ssh found it (None: we are in its allocation), and as it was measured (None: it was not)."""
+    """A machine as ssh found it (None: we are in its allocation), and as it was measured (None: it was not)."""
 
     answer: Answer | None
     member: Member | None
@@ -44,6 +44,8 @@ class CheckedMachine:
 
 @dataclass(frozen=True)
 class Checkup:
+    """All machines that were looked at, and what they measured together."""
+
     machines: Sequence[CheckedMachine]
     sums: Sums | None = None
     errors: Mapping[str, str] = field(default_factory=dict)  # of machines that did not come to the measurement
@@ -52,7 +54,7 @@ class Checkup:
     def of(
         cls, measured: Measurements | None, answers: Sequence[Answer] = (), errors: Mapping[str, str] | None = None
     ) -> Checkup:
-        """Machines that could meet were measured in the order of their answers."""
+        """Return the checkup of machines that were measured in the order of their answers."""
         members = list(measured.members) if measured else []
         if not answers:
             return cls([CheckedMachine(None, member) for member in members], measured.sums if measured else None)
@@ -66,7 +68,7 @@ class Checkup:
 
 
 def text(checkup: Checkup) -> tuple[str, bool]:
-    """(all of it, would something stop a run?)."""
+    """Return the whole report, and whether something would stop a run."""
     lines = table(HEAD, [_row(machine) for machine in checkup.machines])
     lines += ["", *_sums(checkup), ""]
     found = list(troubles(checkup))
@@ -146,13 +148,13 @@ def _versions(checkup: Checkup) -> Iterator[Trouble]:
 
 
 def _short(version: str | None) -> str:
-    """A commit's name in a few letters; the + behind it says that files were changed."""
+    """Return a commit's name in a few letters; the + behind it says that files were changed."""
     text = version or NOTHING
     return text if len(text) < 40 else text[:10] + text[40:]
 
 
 def _meeting(checkup: Checkup) -> Iterator[Trouble]:
-    """What kept machines that are reachable from talking to each other; the same sentence once."""
+    """Say what kept machines that are reachable from talking to each other; the same sentence once."""
     by_sentence: dict[str, list[str]] = {}
     for name, error in checkup.errors.items():
         by_sentence.setdefault(error, []).append(name)
@@ -194,7 +196,7 @@ def _shares(checkup: Checkup) -> Iterator[Trouble]:
 
 
 def _slow_ones(members: Sequence[Member]) -> Iterator[Trouble]:
-    """All wait for the slowest."""
+    """Name the machines and links that are slower than the others: all wait for the slowest."""
     usual = statistics.median(member.pass_seconds for member in members) if members else 0.0
     for member in members:
         if member.pass_seconds > SLOW_MACHINE * usual:

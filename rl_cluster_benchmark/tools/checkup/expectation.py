@@ -30,7 +30,7 @@ def spread_of(members: Sequence[Member]) -> model.Spread:
 
 
 def work_of(members: Sequence[Member], vector_bytes: int, *, times: int = 1) -> model.MachineWork:
-    """Of a machine in an update of the preset, a worker on each core, `times` its minibatch."""
+    """Estimate a machine's work in an update of the preset with a worker on each core and `times` its minibatch."""
     training = config_files.load(PRESET).training
     per_worker = (config_files.load(PRESET).parallel.num_envs_per_worker or 1) * training.n_steps
     workers = sum(member.usable_cores for member in members)
@@ -46,7 +46,7 @@ def work_of(members: Sequence[Member], vector_bytes: int, *, times: int = 1) -> 
 
 
 def lines(members: Sequence[Member], sums: Sums) -> list[str]:
-    """For the preset and for a larger minibatch: what share of the machines' speed each strategy would keep."""
+    """Say what share of the machines' speed each way of averaging would keep, also with a larger minibatch."""
     batch = config_files.load(PRESET).training.batch_size
     rows = [f"To expect of PPO with the IMPALA-CNN (preset {PRESET}; an estimate, docs/cluster.md says how):"]
     for times in (1, LARGER):
@@ -62,7 +62,7 @@ def efficiencies(members: Sequence[Member], sums: Sums, *, times: int = 1) -> di
 
 
 def advice(members: Sequence[Member], sums: Sums) -> tuple[str, str] | None:
-    """(what the network costs, what helps), if it costs much."""
+    """Return what the network costs and what helps, if it costs much."""
     work, network = work_of(members, sums.size), network_of(sums)
     kept = model.project(model.ALLREDUCE, sums.nodes, work, network, model.Spread()).efficiency
     if kept >= GOOD:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_cluster_benchmark.tools.checkup.probe import Measurements
 from rl_cluster_benchmark.tools.launch.command import MODULE
-from rl_cluster_benchmark.tools.launch.launch_processes import Lines
+from rl_cluster_benchmark.tools.launch.launch_processes import Lines, LocalProcess, take_lines
 from rl_cluster_benchmark.tools.launch.ssh import Host, SshOptions, start_through_ssh
 
 MARK = "RLCB-DOCTOR "  # in front of what a machine answers, whatever else its shell prints
@@ -40,7 +40,7 @@ print("{MARK}" + json.dumps(answer))
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a machine that was asked through ssh."""
+    """What a machine answered that was asked through ssh."""
 
     host: Host
     trouble: str = ""  # why there is no answer, or no program
@@ -59,7 +59,7 @@ def ask_all(options: SshOptions) -> list[Answer]:
 
 
 def able_to_meet(answers: Sequence[Answer]) -> list[Answer]:
-    """Those that have the program, in the head's version: another may not know how."""
+    """Return the answers of machines that have the program in the head's version: another may not know how."""
     ready = [answer for answer in answers if answer.is_ready]
     return [answer for answer in ready if answer.versions.get(PROGRAM) == ready[0].versions.get(PROGRAM)]
 
@@ -70,23 +70,29 @@ def _ask(options: SshOptions, host: Host) -> Answer:
         process = start_through_ssh(options, host, ["-c", QUESTION], lines)
     except FileNotFoundError:
         return Answer(host, "there is no ssh on this machine", "install an ssh client")
-    deadline = time.monotonic() + SECONDS_TO_ANSWER
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    status = process.poll()
-    if status is None:
-        process.kill()
-    process.close()
+    (status,), output = _wait([process], lines, SECONDS_TO_ANSWER)
     if status is None:
         return Answer(host, f"ssh gave no answer within {SECONDS_TO_ANSWER} s", "is the machine overloaded, or hung?")
-    output = []
-    while not lines.empty():
-        output.append(lines.get()[1])
-    return understand(host, status, "\n".join(output), options)
+    return understand(host, status, "\n".join(output[host.name]), options)
+
+
+def _wait(nodes: Sequence[LocalProcess], lines: Lines, seconds: float) -> tuple[list[int | None], dict[str, list[str]]]:
+    """Wait for the end of all, and kill those that take longer; return each one's status (None: killed) and output."""
+    deadline = time.monotonic() + seconds
+    while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    statuses = [node.poll() for node in nodes]
+    for node in nodes:
+        node.kill()
+        node.close()
+    output: dict[str, list[str]] = {node.name: [] for node in nodes}
+    for name, line in take_lines(lines):
+        output[name].append(line)
+    return statuses, output
 
 
 def understand(host: Host, status: int, output: str, options: SshOptions) -> Answer:
-    """What its words, or its silence, mean."""
+    """Return what a machine's words, or its silence, mean."""
     answer = marked(output)
     last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no word")
     if answer is None and status == NO_CONNECTION:
@@ -108,35 +114,39 @@ def marked(output: str) -> dict[str, Any] | None:
     return None
 
 
-def measure_together(
+def measure_through_ssh(
     options: SshOptions, hosts: Sequence[Host], arguments: Sequence[str], seconds: float
 ) -> tuple[Measurements | None, dict[str, str]]:
-    """(what the machines have measured, the errors of those that failed). `arguments` are those of `rlcb doctor`."""
+    """Return what these machines measure together, and the errors of those that failed."""
+
+    def start(rank: int, call: Sequence[str], lines: Lines) -> LocalProcess:
+        return start_through_ssh(options, hosts[rank], call, lines)
+
+    return measure_together(start, len(hosts), ["--master-addr", hosts[0].address, *arguments], seconds)
+
+
+def measure_together(
+    start: Callable[[int, Sequence[str], Lines], LocalProcess], nodes: int, arguments: Sequence[str], seconds: float
+) -> tuple[Measurements | None, dict[str, str]]:
+    """Return what the nodes that `start` starts measure together, and the errors of those that failed.
+
+    `arguments` are those of `rlcb doctor --cluster` that all of them get.
+    """
     lines: Lines = queue.SimpleQueue()
-    nodes = []
-    for rank, host in enumerate(hosts):
-        where = ["--node-rank", rank, "--num-nodes", len(hosts), "--master-addr", hosts[0].address]
-        call = [*MODULE, "doctor", "--cluster", *map(str, where), *arguments, "--json", "-"]
-        nodes.append(start_through_ssh(options, host, call, lines))
-    deadline = time.monotonic() + seconds
-    while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    late = [node.name for node in nodes if node.poll() is None]
-    for node in nodes:
-        if node.poll() is None:
-            node.kill()
-        node.close()
-    output: dict[str, list[str]] = {host.name: [] for host in hosts}
-    while not lines.empty():
-        name, line = lines.get()
-        output[name].append(line)
-    errors = dict.fromkeys(late, f"did not finish within {seconds:.0f} s")
-    for name, said in output.items():
+    started = []
+    for rank in range(nodes):
+        where = ["--node-rank", str(rank), "--num-nodes", str(nodes), *arguments]
+        started.append(start(rank, [*MODULE, "doctor", "--cluster", *where, "--json", "-"], lines))
+    statuses, output = _wait(started, lines, seconds)
+    errors = {}
+    for node, status in zip(started, statuses, strict=True):
+        said = output[node.name]
         wrong = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
         if wrong:
-            errors[name] = wrong[0]
-    for node in nodes:
-        if node.poll() and node.name not in errors:
-            errors[node.name] = (output[node.name] or ["no word"])[-1]
-    found = marked("\n".join(output[hosts[0].name]))
+            errors[node.name] = wrong[0]
+        elif status is None:
+            errors[node.name] = f"did not finish within {seconds:.0f} s"
+        elif status != 0:
+            errors[node.name] = said[-1] if said else "no word"
+    found = marked("\n".join(output[started[0].name]))
     return (Measurements.from_dict(found) if found else None), errors

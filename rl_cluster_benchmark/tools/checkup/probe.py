@@ -1,6 +1,6 @@
 """On every machine at once: meet as a run would, and measure clocks, links, sums and one core's speed.
 
-The sums are those of a run (`execution/leaders.py`), of a gradient of the IMPALA-CNN. Each has a time limit.
+The sums are those of a run (machine_links.py), of a gradient of the IMPALA-CNN. Each has a time limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECONDS_BEYOND = 30.0  # cluster.join_timeout, until a store that does not answe
 
 @dataclass(frozen=True)
 class Link:
-    """From the head to a machine and back."""
+    """The connection from the head to a machine and back."""
 
     skew: float  # seconds that its clock is ahead of the head's
     round_trip: float  # seconds; half of it is how wrong `skew` may be
@@ -89,7 +89,7 @@ class Measurements:
 
 
 def measure(config: Config, placement: Placement, signals: Signals) -> Measurements | None:
-    """The head returns what all have measured, the others None."""
+    """Measure, together with the other machines; return what all have measured on the head, None on the others."""
     limit = config.cluster.join_timeout + SECONDS_BEYOND
     with limited(limit, "The head's store did not answer any more."):
         store, prefix, rank, nodes = gather(config, placement, signals)
@@ -111,11 +111,11 @@ def measure(config: Config, placement: Placement, signals: Signals) -> Measureme
     speed = [statistics.median(passes), statistics.pstdev(passes) / statistics.mean(passes)]
     if len(nodes) == 1:
         return Measurements([_member(nodes[0], pythons[0], None, speed)], None)
-    leaders = MachineLinks(seat)
+    machine_links = MachineLinks(seat)
     try:
         links = _links(rank, len(nodes))
-        sums = _sums(leaders)
-        speeds = leaders.gather(torch.tensor([speed]))
+        sums = _sums(machine_links)
+        speeds = machine_links.gather(torch.tensor([speed]))
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError as error:  # in Gloo's own words
@@ -130,7 +130,7 @@ def measure(config: Config, placement: Placement, signals: Signals) -> Measureme
 
 
 def training_passes(config: Config, seconds: float) -> list[float]:
-    """Seconds of each forward and backward pass of 64 frames on one core, as a worker computes them."""
+    """Return the seconds of each forward and backward pass of 64 frames on one core, as a worker computes them."""
     plan = planning.compiled(config, planning.plan(config))
     torch.manual_seed(0)
     precision = process.dtype(plan.precision)
@@ -149,7 +149,7 @@ def training_passes(config: Config, seconds: float) -> list[float]:
 
 
 def _links(rank: int, num_nodes: int) -> list[Link | None]:
-    """The head asks one machine after the other; each answers with its clock, then with as much as it gets."""
+    """Measure the head's links one after the other; a machine answers with its clock, then with what it gets."""
     if rank == 0:
         return [None, *(_ask(other) for other in range(1, num_nodes))]
     clock, load = torch.zeros(1, dtype=torch.float64), torch.zeros(GRADIENT)
@@ -182,25 +182,25 @@ def _ask(other: int) -> Link:
     return Link(skew, round_trip, 2 * load.nbytes / max(min(echoes) - round_trip, 1e-9))
 
 
-def _sums(leaders: MachineLinks) -> Sums:
+def _sums(machine_links: MachineLinks) -> Sums:
     gradient, numbers = torch.zeros(GRADIENT), torch.zeros(NUMBERS, dtype=torch.float64)
-    small, plain = (_median_seconds(leaders, tensor) for tensor in (numbers, gradient))
-    leaders.seat = replace(leaders.seat, compression="bfloat16")
-    return Sums(leaders.seat.num_nodes, gradient.nbytes, small, plain, _median_seconds(leaders, gradient))
+    small, plain = (_median_seconds(machine_links, tensor) for tensor in (numbers, gradient))
+    machine_links.seat = replace(machine_links.seat, compression="bfloat16")
+    return Sums(machine_links.seat.num_nodes, gradient.nbytes, small, plain, _median_seconds(machine_links, gradient))
 
 
-def _median_seconds(leaders: MachineLinks, tensor: torch.Tensor) -> float:
-    """As many sums as the head finds time for."""
+def _median_seconds(machine_links: MachineLinks, tensor: torch.Tensor) -> float:
+    """Return the median time of as many sums as the head finds time for."""
     for _ in range(WARM_UP):
         start = time.perf_counter()
-        leaders.sum(tensor)
+        machine_links.sum(tensor)
         last = time.perf_counter() - start
     count = torch.tensor([min(MOST_SUMS, 2 + int(SECONDS_OF_SUMS / last))])
     dist.broadcast(count, src=0)
     times = []
     for _ in range(int(count)):
         start = time.perf_counter()
-        leaders.sum(tensor)
+        machine_links.sum(tensor)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 

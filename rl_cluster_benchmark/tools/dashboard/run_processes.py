@@ -14,7 +14,7 @@ SECONDS_BETWEEN_READINGS = 1.0  # of CPU use: the kernel counts it in hundredths
 
 
 class Processes:
-    """Keeps what it has seen: CPU use is measured from one reading to the next, whoever asks in between."""
+    """The processes of runs; their CPU use is measured from one reading to the next, whoever asks in between."""
 
     def __init__(self) -> None:
         self._seen: dict[int, psutil.Process] = {}
@@ -22,13 +22,13 @@ class Processes:
         self._cores = (time.monotonic(), psutil.cpu_percent(percpu=True))  # the first has nothing to compare with
 
     def cores(self) -> list[float]:
-        """How busy each core of the machine was, in percent."""
+        """Return how busy each core of the machine was, in percent."""
         if time.monotonic() - self._cores[0] >= SECONDS_BETWEEN_READINGS:
             self._cores = time.monotonic(), psutil.cpu_percent(percpu=True)
         return self._cores[1]
 
     def of_run(self, path: Path) -> list[dict[str, Any]]:
-        """The parent, then its workers: CPU in percent of one core, resident memory, and the core it last ran on."""
+        """Return the parent and its workers: CPU in percent of a core, resident memory, and the core of each."""
         parent = lock_holder(path / ".lock")
         if parent is None:
             return []
@@ -62,7 +62,7 @@ class Processes:
 
 
 def _is_helper(process: psutil.Process, parent: int) -> bool:
-    """Python's own: the resource tracker, and the server that workers are forked from, whose name they bear."""
+    """Return whether it is Python's resource tracker, or the server that workers are forked from."""
     try:
         command = " ".join(process.cmdline())
         is_server = "multiprocessing.forkserver" in command and process.ppid() == parent
@@ -72,7 +72,7 @@ def _is_helper(process: psutil.Process, parent: int) -> bool:
 
 
 def lock_holder(lock: Path) -> int | None:
-    """The process that holds a lock, if it is one of this machine that we may see."""
+    """Return the process that holds a lock, if it is one of this machine that we may see."""
     try:
         inode = str(os.lstat(lock).st_ino)
         lines = Path("/proc/locks").read_text().splitlines()
@@ -89,7 +89,7 @@ def lock_holder(lock: Path) -> int | None:
 
 
 def _has_open(pid: int, file: Path) -> bool:
-    """The inode alone could be one of another disk."""
+    """Return whether a process has the file open: the inode alone could be one of another disk."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):

@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here.\n")
 
     def _is_for_us(self) -> bool:
-        """A foreign site's name that was made to point here must not read runs through the browser."""
+        """Return whether the request names this machine: a foreign name that points here must not read runs."""
         host = self.headers.get("Host", "")
         name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "")
         return name.lower() in HOSTS and port in ("", str(self.server.server_address[1]))
@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not on the terminal: a line every two seconds helps nobody."""
+        """Print nothing: a line every two seconds on the terminal helps nobody."""
 
 
 def serve(directory: str, port: int) -> int:

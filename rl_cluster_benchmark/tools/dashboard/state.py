@@ -26,7 +26,7 @@ WATCHED = ("config.yaml", "training_summary.json", "metrics.jsonl")
 
 
 class Directory:
-    """Runs are loaded when their files have changed; a name from outside only ever picks one of those found here."""
+    """The runs in a directory, loaded when their files have changed; a name from outside picks one of these only."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -52,7 +52,7 @@ class Directory:
             }
 
     def series(self, name: str) -> dict[str, Any] | None:
-        """The curves of one run, by the name that `snapshot` gives it."""
+        """Return the curves of one run, by the name that `snapshot` gives it."""
         with self._lock:
             path = next((path for path in find_runs(self.root) if self._name(path) == name), None)
             run = self._load(path) if path is not None else None
@@ -73,7 +73,7 @@ class Directory:
         return finite(curves)
 
     def _describe(self, path: Path) -> dict[str, Any]:
-        """What is shown of a run; whatever is wrong with one of them, the others are shown."""
+        """Return what is shown of a run; whatever is wrong with one of them, the others are shown."""
         name = self._name(path)
         try:
             run = self._load(path)
@@ -93,17 +93,10 @@ class Directory:
         is_live = run.state == "running"
         return {
             "name": name,
-            "state": run.state,
-            "reason": run.reason,
-            "notes": [*run.doubts, *(f"{item.path.name}: {item.reason}" for item in run.left_out)],
-            "algorithm": run.algorithm,
-            "mode": run.mode,
             "game": run.game,
-            "seed": run.seed,
-            "steps": summary.total_timesteps,
+            **run.facts,
             "fps": summary.final_fps if is_live else summary.avg_fps,
             "reward": summary.final_reward,
-            "seconds": seconds,
             "fraction": fraction,
             "seconds_left": seconds / fraction * (1 - fraction) if is_live and fraction > 0 else None,
             "memory_gb": summary.peak_memory_gb,

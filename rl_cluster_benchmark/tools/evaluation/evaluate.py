@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -19,10 +16,11 @@ from tqdm import tqdm
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import Config, EnvConfig
-from rl_cluster_benchmark.core.atomic_files import as_json, open_plain
+from rl_cluster_benchmark.core.atomic_files import as_json, read_object
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.output_files import check_output, write_output
 from rl_cluster_benchmark.core.seeding import stream
+from rl_cluster_benchmark.core.text import timestamp
 from rl_cluster_benchmark.env.environments import Levels, VectorEnv, make_env
 from rl_cluster_benchmark.env.published import normalized_score
 from rl_cluster_benchmark.execution.loop import load_weights
@@ -64,52 +62,56 @@ class Result:
     engine: str
 
 
-def evaluate_checkpoint(
-    checkpoint_file: str | None,
-    *,
-    overrides: Mapping[str, object],
-    algorithm: str | None,
-    num_episodes: int,
-    deterministic: bool,
-    at_random: bool,
-    seed: int,
-    levels: Levels,
-    num_threads: int | None,
-    json_file: str | None,
-    video: str | None,
-    render: bool,
-) -> int:
-    """`rlcb evaluate`: print the results of a checkpoint; returns the exit status."""
-    if at_random and deterministic:
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What `rlcb evaluate` is asked for, under the names of its arguments."""
+
+    checkpoint: Path | None  # None: the newest one there is
+    algorithm: str | None
+    num_episodes: int
+    deterministic: bool
+    random: bool  # play at random in the agent's place
+    seed: int
+    levels: Levels
+    num_threads: int
+    json: Path | None
+    video: Path | None
+    render: bool
+    overrides: Mapping[str, object]  # of the config
+
+
+def evaluate_checkpoint(asked: EvaluationSettings) -> int:
+    """Print the results of a checkpoint (`rlcb evaluate`); return the exit status."""
+    if asked.random and asked.deterministic:
         raise UserError("--random and --deterministic exclude each other: a random policy has no likeliest action.")
-    screen = open_screen(video, render)
-    path = Path(checkpoint_file) if checkpoint_file else _newest_checkpoint(algorithm)
-    for option, file in (("--json", json_file), ("--video", video)):
+    screen = open_screen(asked.video, asked.render)
+    path = asked.checkpoint or _newest_checkpoint(asked.algorithm)
+    for option, file in (("--json", asked.json), ("--video", asked.video)):
         if file is not None:
-            check_output(option, Path(file), [path])
-    if json_file is not None:
-        _check_json(Path(json_file))
+            check_output(option, file, [path])
+    if asked.json is not None:
+        _check_json(asked.json)
     data = checkpoint.read(path)
     state = checkpoint.parse(data, path)
-    config = _config_of(state, overrides, algorithm, num_threads)
+    config = _config_of(state, asked)
     name = ALGORITHM_NAMES[config.algorithm]
     process.check_device(config.hardware.device)
-    asked, levels = levels, levels_to_play(config.env, levels)
+    levels = levels_to_play(config.env, asked.levels)
     where = level_text(levels, config.env, EnvConfig.model_validate(state["config"]["env"]))
-    origin = _origin(path, checkpoint.digest_at_end(data), state, config, at_random)
+    origin = _origin(path, checkpoint.digest_at_end(data), state, config, asked.random)
     print("\n".join(_header(name, config, state, path, where)), flush=True)
-    if asked != levels and config.env.game is not None:
-        print(f"--levels {asked}: with env.num_levels 0 no level is held back from training; played: {where}.")
+    if levels != asked.levels and config.env.game is not None:
+        print(f"--levels {asked.levels}: with env.num_levels 0 no level is held back from training; played: {where}.")
     result = evaluate(
-        config, None if at_random else state, num_episodes=num_episodes, deterministic=deterministic, levels=levels,
-        seed=seed, screen=screen,
+        config, None if asked.random else state, num_episodes=asked.num_episodes, deterministic=asked.deterministic,
+        levels=levels, seed=asked.seed, screen=screen,
     )  # fmt: skip
-    print("\n".join(block(f"{'Random Policy' if at_random else name} Evaluation Results", result, where)))
+    print("\n".join(block(f"{'Random Policy' if asked.random else name} Evaluation Results", result, where)))
     if screen is not None:
         screen.close(clip_mark(origin["checkpoint"]["digest"], origin["policy"]))
-    if json_file is not None:
-        write_output(Path(json_file), as_json(asdict(result) | {"origin": origin}))
-        print(f"Saved {json_file}")
+    if asked.json is not None:
+        write_output(asked.json, as_json(asdict(result) | {"origin": origin}))
+        print(f"Saved {asked.json}")
     return 0
 
 
@@ -148,19 +150,14 @@ def _origin(path: Path, digest: str | None, state: dict[str, Any], config: Confi
         "mode": config.mode,
         "env": config.env.model_dump(exclude={key.removeprefix("env.") for key in NOT_PLAYED_WITH}),
         "cpu_model": detection.detect().cpu_model,
-        "evaluated_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "evaluated_at": timestamp(),
         **summary.code(),
     }
 
 
 def _check_json(file: Path) -> None:
     """Refuse, before any episode is played, an existing file that is no evaluation."""
-    if not file.is_file():
-        return
-    found = None
-    with contextlib.suppress(OSError, ValueError, RecursionError), open_plain(file) as opened:
-        found = json.loads(opened.read(1_000_000))
-    if not isinstance(found, dict) or "mean_reward" not in found:
+    if file.is_file() and "mean_reward" not in (read_object(file) or {}):
         raise UserError(f"--json {file}: there is a file already that is no evaluation; choose another name.")
 
 
@@ -174,7 +171,7 @@ def evaluate(
     seed: int = 0,
     screen: Screen | None = None,
 ) -> Result:
-    """The agent of a checkpoint's state, or with None a policy that picks actions at random."""
+    """Play with the agent of a checkpoint's state, or with None with a policy that picks actions at random."""
     plan = _plan(config)
     num_envs = min(num_episodes, MAX_ENVS)
     env_config = config.env.model_copy(update={"seed": seed})
@@ -208,8 +205,8 @@ def evaluate(
 
 
 def _plan(config: Config) -> planning.Plan:
-    """Where the network is there in C, one thread of it acts faster than a few of torch's."""
-    on_one_thread = configs.build(configs.to_dict(config), {"hardware.num_threads": 1}, source="evaluation")
+    """Return one thread for a network in C, which then acts faster than with a few of torch's."""
+    on_one_thread = configs.with_changes(config, {"hardware.num_threads": 1}, source="evaluation")
     plan = planning.compiled(config, planning.plan(on_one_thread))
     return plan if plan.engine == "native" else planning.compiled(config, planning.plan(config))
 
@@ -241,7 +238,7 @@ def play(
     deterministic: bool,
     screen: Screen | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """(rewards, lengths) of exactly `num_episodes` episodes.
+    """Play exactly `num_episodes` episodes; return their (rewards, lengths).
 
     Each environment plays a number of episodes fixed beforehand. Taking the first that end would favour short ones.
     """
@@ -282,7 +279,7 @@ def play(
 
 
 def confidence_interval(samples: NDArray[np.float64], resamples: int = 10_000) -> tuple[float, float]:
-    """95% bootstrap interval of the mean."""
+    """Return the 95% bootstrap interval of the mean."""
     generator = np.random.default_rng(0)
     means = [generator.choice(samples, size=len(samples)).mean() for _ in range(resamples)]
     low, high = np.quantile(means, [0.025, 0.975])
@@ -327,18 +324,18 @@ def _header(name: str, config: Config, state: dict[str, Any], path: Path, where:
     ]
 
 
-def _config_of(
-    state: dict[str, Any], overrides: Mapping[str, object], algorithm: str | None, num_threads: int | None
-) -> Config:
+def _config_of(state: dict[str, Any], asked: EvaluationSettings) -> Config:
     data = dict(state["config"])
-    if algorithm is not None and algorithm != data["algorithm"]:
-        raise UserError(f"The checkpoint was trained with {data['algorithm']}, not {algorithm}; leave --algorithm out.")
-    for key in map(configs.home_of, overrides):
+    if asked.algorithm not in (None, data["algorithm"]):
+        raise UserError(
+            f"The checkpoint was trained with {data['algorithm']}, not {asked.algorithm}; leave --algorithm out."
+        )
+    for key in map(configs.home_of, asked.overrides):
         if key in NOT_PLAYED_WITH:
             raise UserError(f"--set {key} has no effect on an evaluation; {NOT_PLAYED_WITH[key]}.")
         if not key.startswith(("env.", "hardware.", "model.")):
             raise UserError(f"--set {key} has no effect on an evaluation; keys of env and hardware have.")
-    changes: dict[str, object] = {"hardware.num_threads": num_threads, **overrides}
+    changes: dict[str, object] = {"hardware.num_threads": asked.num_threads, **asked.overrides}
     if data["hardware"]["device"] != "cpu" and not torch.cuda.is_available():
         changes.setdefault("hardware.device", "cpu")
     return configs.build(data, changes, source="checkpoint")
@@ -354,7 +351,7 @@ def _check_fits(state: dict[str, Any], env: VectorEnv, config: Config) -> None:
 
 
 def _newest_checkpoint(algorithm: str | None) -> Path:
-    """Of the algorithm, if one is given: files are named after it."""
+    """Find the newest checkpoint, of this algorithm if one is given: files are named after it."""
     places = ("checkpoints", "runs", "benchmarks")
     pattern = f"{algorithm}_*.pt" if algorithm in ALGORITHM_NAMES else "*.pt"
     found = [file for place in places for file in Path(place).rglob(pattern) if file.is_file()]
@@ -365,7 +362,7 @@ def _newest_checkpoint(algorithm: str | None) -> Path:
 
 
 def _last_of_its_run(file: Path) -> Path:
-    """In a run the steps count: copies of its files, and those of a clock that was changed, have any date."""
+    """Return the checkpoint of this file's run that has most steps: dates of copied files say nothing."""
     folder, name = file.parent, CHECKPOINT_NAME.fullmatch(file.name)
     if name is None:
         return file

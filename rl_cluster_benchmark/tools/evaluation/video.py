@@ -40,12 +40,12 @@ def mark_of_clip(content: bytes) -> tuple[str, str] | None:
     return (found[1].decode(), found[2].decode()) if found else None
 
 
-def open_screen(video: str | None, render: bool) -> Screen | None:
-    """Where evaluated frames go, checked before any episode is played."""
+def open_screen(video: Path | None, render: bool) -> Screen | None:
+    """Return where evaluated frames go, checked before any episode is played."""
     if video is not None and render:
         raise UserError("Give either --video or --render, not both.")
     if video is not None:
-        return FrameRecorder(Path(video))
+        return FrameRecorder(video)
     return Window() if render else None
 
 
@@ -134,7 +134,7 @@ class Window:
 
 
 def tile(observations: NDArray, tiles: int = MAX_TILES, scale: int = SCALE) -> NDArray:
-    """Images [N, H, W, 3] of the first environments side by side, enlarged."""
+    """Return the images [N, H, W, 3] of the first environments side by side, enlarged."""
     if observations.ndim != 4 or observations.dtype != np.uint8:
         raise UserError("Only games with images can be recorded or shown; CartPole-v1 and Catch-v0 have none.")
     shown = observations[:tiles]

@@ -49,33 +49,19 @@ class JobOptions:
 
 
 class BatchSystem(Protocol):
+    """A system that runs job scripts: SLURM or PBS."""
+
     submit_command: Sequence[str]
 
-    def seconds(self, time_limit: str) -> int:
-        """Read a time limit by this system's own rules."""
-        ...
-
-    def script(self, command: Sequence[str], options: JobOptions) -> str:
-        """A job of one node that runs one command."""
-        ...
-
-    def state(self, job: str) -> str | None:
-        """In the batch system's words; None when it no longer knows the job."""
-        ...
-
-    def log_file(self, job: str, options: JobOptions) -> Path:
-        """Where the job's output goes."""
-        ...
-
-    def status(self, job: str) -> int | None:
-        """The exit status of a job that has ended, if the batch system still knows it."""
-        ...
-
-    def cancel(self, job: str) -> None: ...
+    def seconds(self, time_limit: str) -> int: ...  # of a time limit, read by this system's own rules
+    def script(self, command: Sequence[str], options: JobOptions) -> str: ...  # of one node that runs one command
+    def log_file(self, job: str, options: JobOptions) -> Path: ...
+    def state(self, job: str) -> str | None: ...  # in the system's words; None when it no longer knows the job
+    def status(self, job: str) -> int | None: ...  # of a job that has ended, if the system still knows it
 
 
 def submit(system: BatchSystem, command: Sequence[str], options: JobOptions, script_file: Path) -> str:
-    """Send one command of this program (`["train", ...]`) as a job; returns the job's number."""
+    """Send one command of this program (`["train", ...]`) as a job; return the job's number."""
     return submit_script(system, system.script(command, options), script_file)
 
 
@@ -120,9 +106,9 @@ def follow(system: BatchSystem, job: str, options: JobOptions, signals: Signals)
             print(f"rlcb launch: job {job} is {state}", file=sys.stderr, flush=True)
         ended, last_state = state is None, state
         position = _show_from(log, position)
-        if signals.received is not None:
+        if signals.has_come():
             print(f"rlcb launch: job {job} goes on; its log is {log}", file=sys.stderr, flush=True)
-            return 128 + signals.received
+            return signals.status
         if not ended:
             time.sleep(SECONDS_BETWEEN_LOOKS)
     _show_from(log, position)
@@ -142,7 +128,7 @@ def _show_from(log: Path, position: int) -> int:
 
 
 def ask(call: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """A command of the batch system. It may be busy for a while; it may not be there."""
+    """Run a command of the batch system, which may be busy for a while, or missing."""
     try:
         return subprocess.run(call, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
@@ -153,6 +139,18 @@ def ask(call: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def bash(words: Sequence[str]) -> str:
     return shlex.join(map(str, words))
+
+
+def job_head(mark: str, directives: Sequence[str], options: JobOptions, log: Path | None = None) -> str:
+    """Return the beginning of a job script: its directives behind this mark, directory, output and environment."""
+    lines = ["#!/bin/bash", *(f"{mark} {directive}" for directive in directives), ""]
+    lines.append(f"cd {bash([options.directory])} || exit 2")
+    if log is not None:
+        lines.append(f"exec >>{bash([str(log)])} 2>&1 || exit 2")
+    lines.append("export PYTHONUNBUFFERED=1 RLCB_PROGRESS=lines")
+    if options.activate:
+        lines.append(f"{options.activate} || exit 2")
+    return "\n".join(lines) + "\n"
 
 
 def clock(seconds: int) -> str:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import queue
-import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from rl_cluster_benchmark.core.stop import die_with_parent
-
-SECONDS_TO_DIE = 10.0
+from rl_cluster_benchmark.processes.child_process import SECONDS_TO_DIE, ChildProcess
 
 READY = "rlcb-ready-for-variables"
 LINE_LENGTH = 1000  # of what is typed at a terminal, which holds lines of up to 4,095 bytes
@@ -40,66 +36,44 @@ Lines = queue.SimpleQueue[tuple[str, str]]
 """(node, what it printed)."""
 
 
+def take_lines(lines: Lines) -> Iterator[tuple[str, str]]:
+    """Take (node, line) from the queue until it is empty."""
+    while not lines.empty():
+        yield lines.get()
+
+
 class NodeProcess(Protocol):
+    """The process of one node, wherever it runs."""
+
     name: str
 
-    def poll(self) -> int | None:
-        """Its exit status once it has ended."""
-        ...
-
-    def stop(self, number: int) -> None:
-        """Ask it to end in good order."""
-        ...
-
+    def poll(self) -> int | None: ...  # its exit status once it has ended
+    def send(self, number: int) -> None: ...  # asks it by a signal to end in good order
     def kill(self) -> None: ...
-
-    def close(self) -> None:
-        """It has ended: wait for the rest of its output."""
-        ...
+    def close(self) -> None: ...  # waits for the rest of the output of a process that has ended
 
 
-class LocalProcess:
-    """A child process with its output on a queue. It has a session of its own: Ctrl-C reaches the launcher alone."""
+class LocalProcess(ChildProcess):
+    """A child process with its output on a queue."""
 
-    def __init__(self, name: str, call: Sequence[str], lines: Lines, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, call: Sequence[str], lines: Lines, environ: Mapping[str, str], **options: Any
+    ) -> None:
+        super().__init__(call, env=dict(environ), **options)
         self.name = name
-        self._process = subprocess.Popen(
-            call,
-            env=dict(environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGTERM),
-        )
         self._reader = threading.Thread(target=self._read, args=(lines,), name=f"rlcb-output-{name}", daemon=True)
         self._reader.start()
 
-    def poll(self) -> int | None:
-        status = self._process.poll()
-        return status if status is None or status >= 0 else 128 - status
-
-    def stop(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
     def close(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # killed, but held by a disk that does not answer
-            self._process.wait(SECONDS_TO_DIE)
+            self.process.wait(SECONDS_TO_DIE)
         self._reader.join(timeout=5)
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        super().close()
 
     def _read(self, lines: Lines) -> None:
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         with contextlib.suppress(OSError, ValueError):
-            for line in self._process.stdout:
+            for line in self.process.stdout:
                 self._heard(line.decode(errors="replace").rstrip(), lines)
 
     def _heard(self, line: str, lines: Lines) -> None:
@@ -112,7 +86,7 @@ class SshProcess(LocalProcess):
     def __init__(
         self, name: str, call: Sequence[str], lines: Lines, environ: Mapping[str, str], variables: Mapping[str, str]
     ) -> None:
-        """`variables` are for RECEIVE, in the call if there are any."""
+        """Start the call; `variables`, if there are any, are sent to RECEIVE in it."""
         self._variables = dict(variables)
         super().__init__(name, call, lines, environ)
 
@@ -127,12 +101,12 @@ class SshProcess(LocalProcess):
         self._variables = {}
         self._type(b"\n".join(pieces) + b"\n\n")
 
-    def stop(self, number: int) -> None:
-        """Ctrl-C, typed at that terminal: its output still reaches us while it ends."""
+    def send(self, number: int) -> None:
+        """Type Ctrl-C at that terminal: its output still reaches us while it ends."""
         self._type(b"\x03")
 
     def _type(self, text: bytes) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(text)
-            self._process.stdin.flush()
+            self.process.stdin.write(text)
+            self.process.stdin.flush()

@@ -37,7 +37,7 @@ class LocalEngine:
 
 
 def shared_cores(config: Config, num_nodes: int) -> list[str]:
-    """Arguments of a node that shares this machine's cores with others: by itself, each would take all of them."""
+    """Return the arguments of a node that shares this machine's cores: by itself it would take all of them."""
     share, workers = max(1, detection.detect().usable_cores // num_nodes), config.parallel.num_workers
     if config.algorithm != "impala":
         return [] if workers else ["--workers-per-node", str(share)]

@@ -11,7 +11,7 @@ LONGEST_FILE_NAME = 60
 
 
 def line(text: str) -> str:
-    """For argparse: text that can stand in a line of its own."""
+    """Return the text if it can stand in a line of its own (a type for argparse)."""
     if not text.strip():
         raise argparse.ArgumentTypeError("an empty text is not allowed; leave the option out for its default")
     if not is_line(text):
@@ -30,7 +30,7 @@ def is_line(text: str) -> bool:
 
 
 def variable(text: str) -> str:
-    """For argparse: NAME or NAME=VALUE of an environment variable."""
+    """Return NAME or NAME=VALUE of an environment variable (a type for argparse)."""
     name, equals, value = text.partition("=")
     if not VARIABLE.fullmatch(name) or "\0" in value:
         shown = f"{name}=..." if equals else name  # a value may be a secret
@@ -39,7 +39,7 @@ def variable(text: str) -> str:
 
 
 def is_host(name: str) -> bool:
-    """Whether a name can be nothing else than a machine's: never an option of ssh, never a command of a shell."""
+    """Return whether a name can only be a machine's: never an option of ssh, never a command of a shell."""
     parts = name.split("@")
     return (
         is_line(name)

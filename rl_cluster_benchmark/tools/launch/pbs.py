@@ -9,7 +9,15 @@ from pathlib import Path
 from rl_cluster_benchmark.cluster.placement import JOB_VARIABLE
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.tools.launch.command import MODULE, TrainCommand
-from rl_cluster_benchmark.tools.launch.jobs import PREEMPTED, JobOptions, ask, bash, clock, warning_before_the_end
+from rl_cluster_benchmark.tools.launch.jobs import (
+    PREEMPTED,
+    JobOptions,
+    ask,
+    bash,
+    clock,
+    job_head,
+    warning_before_the_end,
+)
 
 LONGEST = 230  # characters of a name
 PLAIN = re.compile(rf"[\w.+@:/=,-]{{1,{LONGEST}}}")
@@ -115,9 +123,6 @@ class Pbs:
     def log_file(self, job: str, options: JobOptions) -> Path:
         return _log(options)
 
-    def cancel(self, job: str) -> None:
-        ask(["qdel", job])
-
 
 def _variables(directives: Sequence[str]) -> list[str]:
     """Return the names of the variables that -v directives hand on: a -v on qsub's command line replaces theirs."""
@@ -149,10 +154,5 @@ def _head(options: JobOptions) -> str:
     optional = {"-q": options.partition, "-A": options.account}
     directives += [f"{flag} {value}" for flag, value in optional.items() if value is not None]
     directives += ["-r y", *options.directives]
-    lines = ["#!/bin/bash", *(f"#PBS {directive}" for directive in directives), ""]
-    lines += [f"cd {bash([options.directory])} || exit 2"]
-    # PBS brings its own file when the job ends, and a job submitted again replaces it.
-    lines += [f"exec >>{bash([str(_log(options))])} 2>&1 || exit 2", "export PYTHONUNBUFFERED=1 RLCB_PROGRESS=lines"]
-    if options.activate:
-        lines.append(f"{options.activate} || exit 2")
-    return "\n".join(lines) + "\n"
+    # PBS brings its own file when the job ends, and a job submitted again replaces it: so the job writes to a log.
+    return job_head("#PBS", directives, options, _log(options))

@@ -6,19 +6,18 @@ import contextlib
 import importlib
 import logging
 import os
+import queue
 import signal
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.core.stop import ORDERS, Signals, die_with_parent
+from rl_cluster_benchmark.core.stop import ORDERS, Signals
 from rl_cluster_benchmark.tools.launch.command import TrainCommand
-from rl_cluster_benchmark.tools.launch.launch_processes import Lines, NodeProcess
+from rl_cluster_benchmark.tools.launch.launch_processes import Lines, LocalProcess, NodeProcess, take_lines
 from rl_cluster_benchmark.tools.launch.ssh import handed_on
 from rl_cluster_benchmark.tools.launch.supervise import NO_OTHER_HEAD, say, supervise
 
@@ -28,14 +27,14 @@ LOST = 255  # the status of a node whose machine left the cluster, as with ssh
 
 
 class NodeActor:
-    """In the cluster: holds a node's process and the lines it has printed."""
+    """A Ray actor that holds a node's process and the lines it has printed."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._process: subprocess.Popen[str] | None = None
+        self._lines: Lines = queue.SimpleQueue()
+        self._process: LocalProcess | None = None
 
     def address(self) -> tuple[str, int]:
-        """(this machine's address in the Ray cluster, a free port there)."""
+        """Return this machine's address in the Ray cluster and a free port there."""
         ray = _ray()
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
@@ -43,33 +42,20 @@ class NodeActor:
             return address, int(probe.getsockname()[1])
 
     def start(self, call: list[str], environ: dict[str, str], directory: str | None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *call],
-            env=os.environ | environ,
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            preexec_fn=die_with_parent(signal.SIGKILL, told=ORDERS),  # a raylet that ends takes this actor with it
-        )
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        self._process = LocalProcess(
+            "node", [sys.executable, *call], self._lines, os.environ | environ, cwd=directory,
+            at_our_end=signal.SIGKILL, told=ORDERS,  # a raylet that ends takes this actor with it
+        )  # fmt: skip
 
     def look(self) -> tuple[int | None, list[str]]:
-        """(exit status or None, what was printed since the last look)."""
+        """Return the exit status or None, and what was printed since the last look."""
         assert self._process is not None
         status = self._process.poll()
-        lines, self._lines = self._lines, []
-        return (status if status is None or status >= 0 else 128 - status), lines
+        return status, [line for _, line in take_lines(self._lines)]
 
-    def signal(self, number: int) -> None:
+    def send(self, number: int) -> None:
         if self._process is not None:
-            self._process.send_signal(number)
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._lines.append(line.rstrip())
+            self._process.send(number)
 
 
 class RayProcess:
@@ -90,8 +76,8 @@ class RayProcess:
                 self._lines.put((self.name, line))
         return self._status
 
-    def stop(self, number: int) -> None:
-        self._actor.signal.remote(number)
+    def send(self, number: int) -> None:
+        self._actor.send.remote(number)
 
     def kill(self) -> None:
         ray = _ray()
@@ -115,7 +101,7 @@ class RayEngine:
         self._head: str | None = None  # the machine that every attempt must have as its head
 
     def available(self, wanted: int) -> int:
-        """Ray lists a machine as alive for a while after it is gone: ask each."""
+        """Ask each machine: Ray lists one as alive for a while after it is gone."""
         known = list(machines())
         with ThreadPoolExecutor(max_workers=32) as pool:
             there = [node_id for node_id, answer in zip(known, pool.map(_answers, known), strict=True) if answer]
@@ -159,16 +145,16 @@ class RayEngine:
 
 
 def _ray() -> Any:
-    """Ray, which is optional: its types are not checked, its absence is told."""
+    """Return the module, which is optional and whose types are not checked; raise a UserError if it is missing."""
     try:
         importlib.import_module("ray.util.scheduling_strategies")
         return importlib.import_module("ray")
     except ImportError:
-        raise UserError("Ray is not installed: pip install 'rl-cluster-benchmark[ray]' (or ray).") from None
+        raise UserError("Ray is not installed: pip install '.[ray]' in a checkout (or pip install ray).") from None
 
 
 def machines() -> dict[str, float]:
-    """The CPUs of each machine of the cluster, by its id."""
+    """Return the CPUs of each machine of the cluster, by its id."""
     nodes = [node for node in _ray().nodes() if node["Alive"] and "CPU" in node["Resources"]]
     return {node["NodeID"]: node["Resources"]["CPU"] for node in nodes}
 

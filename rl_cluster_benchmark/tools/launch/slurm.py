@@ -17,6 +17,7 @@ from rl_cluster_benchmark.tools.launch.jobs import (
     ask,
     bash,
     clock,
+    job_head,
     warning_before_the_end,
 )
 
@@ -55,7 +56,7 @@ class Slurm:
         return _head(options) + f"exec srun {bash([options.python, *MODULE, *command])}\n"
 
     def distributed_script(self, command: TrainCommand, options: JobOptions) -> str:
-        """The nodes find each other through SLURM's variables. What fails is tried again in the same allocation."""
+        """Return a job whose nodes meet through SLURM's variables; what fails is tried again in the same allocation."""
         cluster = command.config.cluster
         # When a task has ended the others go on: they end themselves if they hang, and the head may have much to write.
         # A job with --export=NONE would keep its tasks from knowing the name of the launch.
@@ -111,9 +112,6 @@ class Slurm:
         name = re.sub(r"%[jA%]", lambda found: "%" if found.group() == "%%" else job, options.log or LOG)
         return Path(options.directory, name)
 
-    def cancel(self, job: str) -> None:
-        ask(["scancel", job])
-
 
 def _quoted(value: object) -> str:
     """Return a value as sbatch reads it in an #SBATCH line."""
@@ -149,10 +147,7 @@ def _head(options: JobOptions, *, requeue: bool = False) -> str:
         if limit is not None:
             directives.append(f"--signal=USR1@{warning_before_the_end(limit, options)}")
     directives += options.directives
-    lines = ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives), ""]
-    lines += [f"cd {bash([options.directory])} || exit 2", "export PYTHONUNBUFFERED=1 RLCB_PROGRESS=lines"]
-    if options.activate:
-        lines.append(f"{options.activate} || exit 2")
+    head = job_head("#SBATCH", directives, options)
     if options.cpus_per_node is not None:
-        lines.append('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not take it over by itself')
-    return "\n".join(lines) + "\n"
+        head += 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not take it over by itself\n'
+    return head

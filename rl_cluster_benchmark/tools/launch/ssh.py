@@ -15,7 +15,7 @@ from pathlib import Path
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.tools.launch import names
-from rl_cluster_benchmark.tools.launch.command import TrainCommand, interpreter
+from rl_cluster_benchmark.tools.launch.command import TrainCommand
 from rl_cluster_benchmark.tools.launch.launch_processes import RECEIVE, Lines, NodeProcess, SshProcess
 from rl_cluster_benchmark.tools.launch.supervise import NO_OTHER_HEAD, supervise
 
@@ -117,7 +117,7 @@ def handed_on(variables: Sequence[str]) -> dict[str, str]:
 
 
 def ssh_client(extra: Sequence[str]) -> list[str]:
-    """Never a question; a dead connection is noticed within 15 seconds."""
+    """Return a call of ssh that never asks a question and notices a dead connection within 15 seconds."""
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": SECONDS_TO_CONNECT,
@@ -129,17 +129,8 @@ def ssh_client(extra: Sequence[str]) -> list[str]:
     return ["ssh", *(word for option in extra for word in ("-o", option)), *options]
 
 
-def options_from(
-    hosts: str, *, python: str | None, directory: str | None, activate: str | None, variables: Sequence[str],
-    ssh_options: Sequence[str],
-) -> SshOptions:  # fmt: skip
-    return SshOptions(
-        read_hosts(hosts), ssh_client(ssh_options), directory or os.getcwd(), interpreter(python), activate, variables
-    )
-
-
 def read_hosts(text: str) -> list[Host]:
-    """A file with a machine per line, or machines with commas between them. A machine named twice is one."""
+    """Read a file with a machine per line, or machines with commas between them. A machine named twice is one."""
     found: dict[str, Host] = {}
     for line in _host_lines(text):
         words = line.partition("#")[0].split()

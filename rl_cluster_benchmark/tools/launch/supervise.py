@@ -13,7 +13,7 @@ from typing import Protocol
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.processes.watchdog import longest_hang
-from rl_cluster_benchmark.tools.launch.launch_processes import Lines, NodeProcess
+from rl_cluster_benchmark.tools.launch.launch_processes import Lines, NodeProcess, take_lines
 
 WRONG_INPUT = 2
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -30,20 +30,18 @@ NO_OTHER_HEAD = (
 class Engine(Protocol):
     """Starts the nodes of one attempt, wherever they run."""
 
-    def available(self, wanted: int) -> int:
-        """How many machines could take part now, at most `wanted`; raise if none of them could go on with the run."""
-        ...
-
+    # how many machines could take part now, at most `wanted`; it raises if none could go on with the run
+    def available(self, wanted: int) -> int: ...
     def start(self, num_nodes: int, attempt: int, lines: Lines) -> Sequence[NodeProcess]: ...
 
 
 def supervise(engine: Engine, config: Config, num_nodes: int, signals: Signals) -> int:
-    """Returns the exit status of the run."""
+    """Run all attempts; return the exit status of the run."""
     cluster, status, nodes = config.cluster, 1, num_nodes
     for attempt in range(cluster.max_restarts + 1):
         status = run_once(engine, nodes, attempt, config, signals)
         # What was right at first cannot be wrong later: then it is a port that is taken, a disk that cannot be read.
-        if status == 0 or (status == WRONG_INPUT and attempt == 0) or signals.received is not None:
+        if status == 0 or (status == WRONG_INPUT and attempt == 0) or signals.has_come():
             break
         if attempt == cluster.max_restarts:
             say(f"The run failed {attempt + 1} times; cluster.max_restarts = {cluster.max_restarts} allows no more.")
@@ -56,11 +54,11 @@ def supervise(engine: Engine, config: Config, num_nodes: int, signals: Signals) 
         nodes = there
         fewer = f" with {nodes} of {num_nodes} machines" if nodes < num_nodes else ""
         say(f"Restart {attempt + 1} of {cluster.max_restarts}{fewer}, from the last checkpoint.")
-    return 128 + signals.received if signals.received is not None else status
+    return signals.status or status
 
 
 def run_once(engine: Engine, num_nodes: int, attempt: int, config: Config, signals: Signals) -> int:
-    """0 if all nodes ended well, 2 if one refused its input, else the worst status."""
+    """Run one attempt; return 0 if all nodes ended well, 2 if one refused its input, else the worst status."""
     lines: Lines = queue.SimpleQueue()
     nodes = engine.start(num_nodes, attempt, lines)
     try:
@@ -79,7 +77,7 @@ def run_once(engine: Engine, num_nodes: int, attempt: int, config: Config, signa
 
 
 def watch(nodes: Sequence[NodeProcess], lines: Lines, config: Config, signals: Signals) -> list[int]:
-    """Show what they print until all have ended.
+    """Show what the nodes print until all have ended; return their statuses.
 
     A node that has ended well leaves the others all the time they want: the head may have a last checkpoint to write.
     When one has failed, those that do not notice are told to end; they, and all when a signal has come, have as long
@@ -91,10 +89,10 @@ def watch(nodes: Sequence[NodeProcess], lines: Lines, config: Config, signals: S
         now = time.monotonic()
         if failed_at == math.inf and any(node.poll() not in (None, 0) for node in nodes):
             failed_at = now
-        if told_at == math.inf and (signals.received is not None or now > failed_at + config.cluster.timeout + SECONDS):
+        if told_at == math.inf and (signals.has_come() or now > failed_at + config.cluster.timeout + SECONDS):
             told_at = now
             for node in nodes:
-                node.stop(signals.received or signal.SIGTERM)
+                node.send(signals.received or signal.SIGTERM)
         if now > told_at + longest_hang(config) + SECONDS:
             late = [node for node in nodes if node.poll() is None]
             say(f"Still running, and ended now: {', '.join(node.name for node in late)}.")
@@ -106,8 +104,7 @@ def watch(nodes: Sequence[NodeProcess], lines: Lines, config: Config, signals: S
 
 
 def show(lines: Lines) -> None:
-    while not lines.empty():
-        name, line = lines.get()
+    for name, line in take_lines(lines):
         print(f"[{name}] {line}", flush=True)
 
 

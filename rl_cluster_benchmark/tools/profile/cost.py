@@ -20,7 +20,7 @@ GRADIENT_BYTES, STEP_BYTES = 4 * (1 + 2 + 1), 4 * (1 + 3 * 2)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one sample; a multiplication and an addition are two operations."""
+    """What one sample costs; a multiplication and an addition are two operations."""
 
     forward_flops: int
     backward_flops: int
@@ -29,7 +29,7 @@ class Cost:
     activation_values: int  # that the layers of a forward pass read and write
 
     def bytes_at_most(self, precision: str) -> tuple[float, float]:
-        """(forward, backward) if whatever a layer reads and writes goes through memory.
+        """Return (forward, backward) if whatever a layer reads and writes goes through memory.
 
         Backward, a layer reads its input and, for the gradients of input and weights, twice that of its output.
         """
@@ -38,11 +38,11 @@ class Cost:
         return forward, 2 * size * self.activation_values
 
     def bytes_at_least(self) -> float:
-        """If everything of a pass but the observation stays in the cache."""
+        """Return the bytes of a sample if everything of a pass but the observation stays in the cache."""
         return float(self.observation_bytes)
 
     def bytes_per_step(self, num_learning: int, *, divided: bool) -> float:
-        """Of an optimiser step, whatever the number of samples: do those who learn divide it among them?"""
+        """Return the bytes of an optimiser step; `divided` says whether the learners share its work."""
         times = 1 if divided else num_learning
         return float((GRADIENT_BYTES * num_learning + STEP_BYTES * times) * self.num_parameters)
 

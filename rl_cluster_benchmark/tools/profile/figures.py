@@ -64,7 +64,7 @@ class Process:
 
 @dataclass(frozen=True)
 class PassRate:
-    """Of one kind of pass, in a process."""
+    """The speed of one kind of pass in one process."""
 
     samples: float  # a second of the pass, in one process
     gflops: float
@@ -95,7 +95,7 @@ class Profile:
         return [process for process in self.processes if process.role in roles]
 
     def rate(self, kind: str) -> PassRate | None:
-        """Of forward, backward or inference passes; None if there were none."""
+        """Return the speed of forward, backward or inference passes; None if there were none."""
         seconds = sum(process.pass_seconds.get(kind, 0.0) for process in self.processes)
         samples = sum(process.samples[kind] for process in self.processes)
         if not seconds or not samples or self.cost is None:
@@ -111,11 +111,11 @@ class Profile:
 
     @property
     def others_cpu(self) -> float:
-        """Cores' worth of time that something else took."""
+        """Return the cores' worth of time that something else took."""
         return max(0.0, sum(self.cores) - self.own_cpu)
 
     def traffic(self) -> tuple[float, float]:
-        """GB/s to and from memory: (if passes stay in the cache, if every layer's tensors go through memory)."""
+        """Return GB/s to and from memory: if passes stay in the cache, and if all tensors go through memory."""
         assert self.cost is not None
         forward, backward = self.cost.bytes_at_most(self.precision)
         least, trained = self.cost.bytes_at_least(), self.fps * self.passes_per_step

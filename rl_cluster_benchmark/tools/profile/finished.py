@@ -45,7 +45,7 @@ def explain(folder: Path) -> int:
 
 
 def _processes(run: RunRecord, cpu: float) -> list[Process]:
-    """Return as many as there were, each like the mean; of IMPALA's roles each with what only it does.
+    """Return as many processes as there were, each like the mean; IMPALA's roles have what only they do.
 
     How much of the communication was whose is not known: it is divided like the time that is left of each role's.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.processes.child_process import ChildProcess
 
 PRECISIONS = ("float32", "bfloat16")
 SIZES = (256, 512, 1024)  # of the matrices: which one is fastest depends on caches
@@ -32,41 +32,30 @@ class Peak:
     all_cores: dict[str, float]
 
     def of(self, precision: str, threads: int, busy_cores: int) -> float:
-        """GFLOP/s that `threads` cores reach when that many cores are busy in all."""
+        """Return the GFLOP/s that `threads` cores reach when `busy_cores` are busy in all."""
         if busy_cores > 1:
             return self.all_cores[precision] / self.cores * threads
         return self.one_core[precision] * threads
 
 
 def measure(cores: Sequence[int]) -> Peak:
-    """`cores` are the numbers of the logical CPUs to use."""
+    """Measure the peak of the logical CPUs with these numbers."""
     call = [sys.executable, "-m", "rl_cluster_benchmark.tools.profile.peak"]
-    with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [*call, str(core)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends them
-                )
-            )
-            for core in cores
-        ]
-        try:
-            _answers(processes)  # all have started
-            (alone,) = _answers(processes[:1])
-            together = _answers(processes) if len(cores) > 1 else [alone]
-        finally:
-            for process in processes:
-                process.kill()
+    children = [ChildProcess(call, cores=[core], stderr=subprocess.DEVNULL, text=True) for core in cores]
+    try:
+        _answers(children)  # all have started
+        (alone,) = _answers(children[:1])
+        together = _answers(children) if len(cores) > 1 else [alone]
+    finally:
+        for child in children:
+            child.kill()
+            child.close()
     return Peak(len(cores), alone, {name: sum(answer[name] for answer in together) for name in alone})
 
 
-def _answers(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, float]]:
-    """Tell them all, then wait for all."""
+def _answers(children: Sequence[ChildProcess]) -> list[dict[str, float]]:
+    """Tell all of them to measure, then wait for what they answer."""
+    processes = [child.process for child in children]
     for process in processes:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -79,7 +68,7 @@ def _answers(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, float
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest call."""
+    """Return the seconds of the fastest call."""
     work()
     best, end = float("inf"), time.perf_counter() + SECONDS
     while time.perf_counter() < end:
@@ -101,7 +90,7 @@ def _gflops(precision: str) -> float:
 
 
 def _copied_gigabytes() -> float:
-    """Bytes read and bytes written, a second."""
+    """Return the bytes read and written per second by a large copy, in GB."""
     import torch
 
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
@@ -112,7 +101,6 @@ def _copied_gigabytes() -> float:
 def main() -> None:
     from rl_cluster_benchmark.machine import process
 
-    os.sched_setaffinity(0, {int(sys.argv[1])})
     process.prepare_process(1)
     for number, _ in enumerate(sys.stdin):
         answer = {name: _gflops(name) for name in PRECISIONS} | {"memory": _copied_gigabytes()} if number else {}

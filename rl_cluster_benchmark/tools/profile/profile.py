@@ -6,6 +6,9 @@ import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,18 +24,19 @@ from rl_cluster_benchmark.core.output_files import check_output, write_output
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.profiling.stages import FOLDER_VARIABLE, STAGE_FILE, TRACED_FILE
-from rl_cluster_benchmark.tools.profile import flame, peak, profile_report
+from rl_cluster_benchmark.tools.profile import peak, profile_report
 from rl_cluster_benchmark.tools.profile.figures import Process, Profile, passes_per_step
 from rl_cluster_benchmark.tools.profile.verdict import judge
 from rl_cluster_benchmark.tools.scaling.cases import MEASURED
 from rl_cluster_benchmark.tools.scaling.measured_runs import SECONDS_WITHOUT_PROGRESS, TrainingProcess
-from rl_cluster_benchmark.tools.scaling.sweep import claim, runs_folder
+from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
 from rl_cluster_benchmark.tools.tune.tuning_space import resolve_envs
 from rl_cluster_benchmark.tools.tune.tuning_trials import short_updates
 
 SECONDS_BETWEEN_LOOKS = 0.1
 MOST_TRACED_SECONDS = 10.0
 SECONDS_TO_WRITE = 300.0
+FLAME_SECONDS, SECONDS_TO_DRAW = 2, 30.0
 
 
 @dataclass(frozen=True)
@@ -46,35 +50,31 @@ class ProfileSettings:
 
 
 def profile(config: Config, settings: ProfileSettings, signals: Signals) -> int:
-    """Measure, print, write; returns the exit status."""
+    """Measure, print, write; return the exit status."""
     config = _measured(config)
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
         check_output("--trace", settings.trace)
-    lock = claim(settings.output_dir, profile_report.FILES, overwrite=settings.overwrite, what="a profile")
-    try:
-        machine = detection.detect()
-        print(f"CPU: {machine.cpu_model} ({machine.usable_cores} of {machine.logical_cores} logical cores usable)")
+    files, machine = profile_report.FILES, detection.detect()
+    with results_folder(settings.output_dir, files, overwrite=settings.overwrite, what="a profile") as folder:
+        print(f"CPU: {machine}")
         best = None
         if settings.peak:
             print("Measuring this machine's peak ...", flush=True)
             best = peak.measure(machine.physical_cores[: machine.usable_cores])
-        with runs_folder(settings.output_dir) as folder:
-            watched = WatchedRun(config, folder, settings, signals)
-            try:
-                watched.follow()
-            except KeyboardInterrupt:
-                print("Interrupted: nothing is written.")
-                return 128 + (signals.received or 2)
-            finally:
-                watched.end()
-            result = watched.profile(best)
-            verdict = judge(result, watched.run_config, machine)
-            profile_report.show(result, verdict, watched.run_config)
-            profile_report.write(settings.output_dir, result, verdict, watched.run_config)
-            watched.keep_files()
-    finally:
-        os.close(lock)
+        watched = WatchedRun(config, folder, settings, signals)
+        try:
+            watched.follow()
+        except KeyboardInterrupt:
+            print("Interrupted: nothing is written.")
+            return signals.status or 130
+        finally:
+            watched.end()
+        result = watched.profile(best)
+        verdict = judge(result, watched.run_config, machine)
+        profile_report.show(result, verdict, watched.run_config)
+        profile_report.write(settings.output_dir, result, verdict, watched.run_config)
+        watched.keep_files()
     return 0
 
 
@@ -87,7 +87,7 @@ def _measured(config: Config) -> Config:
     if config.hardware.device != "cpu":
         raise UserError(f"rlcb profile is about CPUs, and hardware.device = {config.hardware.device}; use cpu.")
     config = short_updates(resolve_envs(config, detection.detect()))
-    return config_files.build(config_files.to_dict(config), MEASURED, source="config")
+    return config_files.with_changes(config, MEASURED, source="config")
 
 
 class WatchedRun:
@@ -100,31 +100,35 @@ class WatchedRun:
         (self.notes / STAGE_FILE).touch()
         os.environ[FOLDER_VARIABLE] = str(self.notes.resolve())
         print(f"Training for {settings.seconds:g} s after the first update ...", flush=True)
-        self.process = TrainingProcess(config, os.sched_getaffinity(0), folder / "run")
+        self.run = TrainingProcess(config, os.sched_getaffinity(0), folder / "run")
         self.no_flame: str | None = None
 
     def follow(self) -> None:
-        """KeyboardInterrupt when somebody asks to end."""
-        self._wait(lambda: len(self.process.lines) > 0, "make its first update")
-        first = len(self.process.lines) - 1
+        """Lead the run from stage to stage; raise KeyboardInterrupt when somebody asks to end."""
+        self._wait(lambda: len(self.run.lines) > 0, "make its first update")
+        first = len(self.run.lines) - 1
         self._next_stage()  # MEASURE
         before, began, spent = psutil.cpu_times(percpu=True), time.monotonic(), _cpu_of_all()
         self._wait(
-            lambda: time.monotonic() - began >= self.settings.seconds and len(self.process.lines) > first + 1,
+            lambda: time.monotonic() - began >= self.settings.seconds and len(self.run.lines) > first + 1,
             "make another update",
         )
         self.cores, seconds = _busy(before, psutil.cpu_times(percpu=True)), time.monotonic() - began
         self.cpu = {pid: (cpu - spent.get(pid, 0.0)) / seconds for pid, cpu in _cpu_of_all().items()}
-        self.process.windows.append((first, len(self.process.lines) - 1))  # without torch's profiler
+        self.run.windows.append((first, len(self.run.lines) - 1))  # without torch's profiler
         self._next_stage()  # MEASURED
         self._wait_for_all(".measured")
-        self.run_config = config_files.load(self.process.directory.config)
+        self.run_config = config_files.load(self.run.directory.config)
         learners = self.run_config.impala.num_learners if self._has_roles() else 0
-        (self.notes / TRACED_FILE).write_text(f"0 {learners}" if learners else "0")
+        traced = ["0", str(learners)] if learners else ["0"]  # a process of each role
+        (self.notes / TRACED_FILE).write_text(" ".join(traced))
         self._next_stage()  # TRACE
+        # Each takes seconds to start torch's profiler; what the others log meanwhile is not what is traced.
+        is_tracing = [self.notes / f"{rank}.tracing" for rank in traced]
+        self._wait(lambda: all(note.exists() for note in is_tracing), "start torch's profiler", SECONDS_TO_WRITE)
         self._trace()
         if self.settings.flame:
-            self.no_flame = flame.record(self.process.process.pid, self.folder / profile_report.FLAME)
+            self.no_flame = _draw_flame_graph(self.run.process.pid, self.folder / profile_report.FLAME)
         self._next_stage()  # DONE
         self._wait_for_all(".json")
 
@@ -132,12 +136,12 @@ class WatchedRun:
         return self.run_config.algorithm == "impala" and self.run_config.mode == "parallel"
 
     def _trace(self) -> None:
-        """For a whole update, if that is not too long."""
-        start, began = len(self.process.lines), time.monotonic()
+        """Let torch's profiler record a whole update, if that is not too long."""
+        start, began = len(self.run.lines), time.monotonic()
 
         def enough() -> bool:
             took = time.monotonic() - began
-            return took > MOST_TRACED_SECONDS or (len(self.process.lines) > start + 1 and took > 1)
+            return took > MOST_TRACED_SECONDS or (len(self.run.lines) > start + 1 and took > 1)
 
         self._wait(enough, "make an update while it was traced")
 
@@ -155,23 +159,22 @@ class WatchedRun:
     def _wait(self, condition: Callable[[], bool], what: str, limit: float = SECONDS_WITHOUT_PROGRESS) -> None:
         began = time.monotonic()
         while not condition():
-            if self.signals.received is not None:
+            if self.signals.has_come():
                 raise KeyboardInterrupt
-            if self.process.process.poll() is not None:
-                raise self.process.failure()
+            if self.run.poll() is not None:
+                raise self.run.failure()
             if time.monotonic() - began > limit:
                 raise TrainingFailedError(f"The run did not {what} in {limit / 60:.0f} minutes.")
-            self.process.read()
+            self.run.read()
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def end(self) -> None:
-        """In good order where it can be, for its summary."""
+        """End the run, in good order where that gives a summary."""
         os.environ.pop(FOLDER_VARIABLE, None)
-        process = self.process.process
-        if process.poll() is None and self.signals.received is None and list(self.notes.glob("*.json")):
-            process.terminate()
-            self.rate = self.process.rate()
-        self.process.kill()
+        if self.run.poll() is None and not self.signals.has_come() and list(self.notes.glob("*.json")):
+            self.run.send(signal.SIGTERM)
+            self.rate = self.run.rate()
+        self.run.kill()
 
     def profile(self, best: peak.Peak | None) -> Profile:
         process.prepare_process(1)
@@ -202,7 +205,7 @@ class WatchedRun:
         )
 
     def keep_files(self) -> None:
-        """The trace where it was asked for, the flame graph beside the rest; says where they are."""
+        """Save the trace where it was asked for, and the flame graph beside the rest; say where they are."""
         output = self.settings.output_dir
         if self.settings.trace is not None:
             merged = profile_report.merge_traces(sorted(self.notes.glob("*.trace.json")))
@@ -232,10 +235,42 @@ def _cpu_of_all() -> dict[int, float]:
 
 
 def _busy(before: Any, after: Any) -> list[float]:
-    """The share of the time that each core was not idle."""
+    """Return the share of the time that each core was not idle."""
     shares = []
     for old, new in zip(before, after, strict=True):
         total = sum(new) - sum(old) - (new.guest - old.guest) - (new.guest_nice - old.guest_nice)
         idle = new.idle + new.iowait - old.idle - old.iowait
         shares.append(max(0.0, 1 - idle / total) if total > 0 else 0.0)
     return shares
+
+
+def _py_spy() -> str | None:
+    """Return where py-spy is, beside this Python or on the path: https://github.com/benfred/py-spy."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def _draw_flame_graph(pid: int, file: Path) -> str | None:
+    """Watch the Python code of a process and its children for some seconds; return why there is no picture, or None."""
+    program = _py_spy()
+    if program is None:
+        return "py-spy is not installed (pip install py-spy)"
+    call = [
+        program, "record", "--pid", str(pid), "--subprocesses", "--duration", str(FLAME_SECONDS), "--output", str(file),
+        "--nonblocking",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            call,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=FLAME_SECONDS + SECONDS_TO_DRAW,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"py-spy did not come to an end ({error})"
+    if file.is_file():
+        return None
+    lines = (done.stderr or done.stdout).strip().splitlines() or [f"status {done.returncode}"]
+    return f"py-spy failed ({lines[0].strip()}); it may need root or ptrace rights"

@@ -47,7 +47,7 @@ def show(profile: Profile, verdict: Verdict, config: Config) -> None:
 
 
 def show_finished(run: RunRecord, profile: Profile, verdict: Verdict) -> None:
-    """Of a run that is over: as much as its files tell."""
+    """Print what the files of a run that is over tell."""
     print(f"{run.algorithm} {run.mode} on {run.config.env.name}, {run.state}: {profile.fps:,.0f} steps/s")
     means = {process.role: process for process in profile.processes}  # all of a role are like the mean of it
     rows = [[f"mean {role}", *(f"{p.shares[name]:.1%}" for name in PHASES)] for role, p in means.items()]
@@ -137,7 +137,7 @@ def write(folder: Path, profile: Profile, verdict: Verdict, config: Config) -> N
 
 
 def merge_traces(files: Sequence[Path]) -> str:
-    """One trace of all processes: their events side by side."""
+    """Return one trace with the events of all processes side by side."""
     traces = [json.loads(file.read_text()) for file in files]
     merged = traces[0]
     for trace in traces[1:]:

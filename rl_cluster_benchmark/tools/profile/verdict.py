@@ -12,12 +12,15 @@ from rl_cluster_benchmark.tools.profile.figures import Profile, mean_shares
 
 ENVIRONMENT, NETWORK, COMMUNICATION = "environment", "neural network", "communication"
 UNEVEN, STARVED, BOOKKEEPING = "uneven workers", "starved learner", "bookkeeping"
+SMALLER_BOOKKEEPING = "Larger rollouts (training.n_steps) and more environments per worker make it smaller."
 IDLE = 0.2  # of a role's time: more means that it waits for the other one
 DISTURBED = 0.15  # of the cores, taken by others
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """What limits a run, and the sentences that say so and what would help."""
+
     bottleneck: str
     sentences: list[str]
 
@@ -33,36 +36,25 @@ def judge(profile: Profile, config: Config, machine: Machine) -> Verdict:
 
 
 def _workers(profile: Profile, config: Config, machine: Machine) -> Verdict:
-    """Every process acts and learns."""
+    """Judge a run in which every process acts and learns."""
     shares = mean_shares(profile.processes)
-    costs = {
-        ENVIRONMENT: shares["env"],
-        NETWORK: shares["inference"] + shares["update"],
-        COMMUNICATION: shares["communication"],
-        UNEVEN: shares["waiting"],
-        BOOKKEEPING: shares["other"],
-    }
-    bottleneck = max(costs, key=lambda name: costs[name])
-    share = costs[bottleneck]
+    network = shares["inference"] + shares["update"]
+    costs = {  # what may be the bottleneck: its share of the time, what takes it, what would help
+        ENVIRONMENT: (shares["env"], "Stepping the environments takes", _faster_environment(profile, config, machine)),
+        NETWORK: (network, "Its passes take", _faster_network(profile, config, machine)),
+        COMMUNICATION: (
+            shares["communication"], "Summing gradients between the workers takes", _less_communication(config)
+        ),
+        UNEVEN: (shares["waiting"], "Waiting for the slowest worker takes", _more_even(config)),
+        BOOKKEEPING: (shares["other"], "What is neither environment nor network takes", SMALLER_BOOKKEEPING),
+    }  # fmt: skip
+    bottleneck = max(costs, key=lambda name: costs[name][0])
+    share, what, advice = costs[bottleneck]
     parts = f" ({shares['inference']:.0%} to act, {shares['update']:.0%} to learn)" if bottleneck == NETWORK else ""
-    what = {
-        ENVIRONMENT: "Stepping the environments takes",
-        NETWORK: "Its passes take",
-        COMMUNICATION: "Summing gradients between the workers takes",
-        UNEVEN: "Waiting for the slowest worker takes",
-        BOOKKEEPING: "What is neither environment nor network takes",
-    }[bottleneck]
     first = (
         f"The bottleneck is the {bottleneck}. {what} {share:.0%} of the time{parts}; if it cost nothing, the run would "
         f"be {_bound(share)} as fast."
     )
-    advice = {
-        ENVIRONMENT: lambda: _faster_environment(profile, config, machine),
-        NETWORK: lambda: _faster_network(profile, config, machine),
-        COMMUNICATION: lambda: _less_communication(config),
-        UNEVEN: lambda: _more_even(config),
-        BOOKKEEPING: lambda: "Larger rollouts (training.n_steps) and more environments per worker make it smaller.",
-    }[bottleneck]()
     return Verdict(bottleneck, [first, advice])
 
 
@@ -114,8 +106,6 @@ def _less_communication(config: Config) -> str:
             "Gradients cross the network: a faster link, cluster.compression=bfloat16 (half the bytes), larger batches "
             "or cluster.sync=local_sgd (fewer sums) would help; the last two change what is learned."
         )
-    if config.parallel.reduce == "gloo":
-        return "parallel.reduce=shared_memory sums through memory instead of sockets."
     larger = "a larger training.n_steps" if config.algorithm == "a2c" else "a larger training.batch_size"
     epochs = ", fewer training.n_epochs" if config.algorithm == "ppo" else ""
     return (
@@ -138,7 +128,7 @@ def _more_even(config: Config) -> str:
 
 
 def _roles(profile: Profile, config: Config, machine: Machine) -> Verdict:
-    """Actors and learners: whoever waits shows that the others limit the run."""
+    """Judge a run of actors and learners: whoever waits shows that the others limit the run."""
     actors, learners = profile.of_role("actor"), profile.of_role("learner")
     acting, learning = mean_shares(actors), mean_shares(learners)
     split = f"actors: {len(actors)}, learners: {len(learners)}"
@@ -157,7 +147,8 @@ def _roles(profile: Profile, config: Config, machine: Machine) -> Verdict:
         )
     if acting["waiting"] >= IDLE:
         share_cores = len(profile.processes) * profile.threads > machine.usable_cores
-        first = "more cores" if share_cores else "more learners and fewer actors (--set impala.num_learners=N, or auto)"
+        fewer = " and fewer actors" if len(actors) > config.num_machines else ""
+        first = "more cores" if share_cores else f"more learners{fewer} (--set impala.num_learners=N, or auto)"
         return Verdict(
             NETWORK,
             [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.tools.checkup import expectation
-from rl_cluster_benchmark.tools.checkup.hosts import marked
+from rl_cluster_benchmark.tools.checkup.hosts import measure_together
 from rl_cluster_benchmark.tools.checkup.probe import Measurements
-from rl_cluster_benchmark.tools.launch.command import MODULE
+from rl_cluster_benchmark.tools.launch.launch_processes import Lines, LocalProcess
 from rl_cluster_benchmark.tools.scaling import model
 from rl_cluster_benchmark.tools.scaling.cases import MEASURED
 from rl_cluster_benchmark.tools.scaling.measured_runs import Rate, measure
@@ -41,7 +41,7 @@ TYPICAL = {  # round trip in seconds, bits per second
 
 @dataclass(frozen=True)
 class Measured:
-    """Of this machine; what `projection.json` keeps, so that other networks need no new measurement."""
+    """What was measured here and projection.json keeps, so that other networks need no new measurement."""
 
     work: model.MachineWork
     spread: model.Spread
@@ -88,24 +88,24 @@ def measure_here(config: Config, seconds: float, folder: Path, interrupted: Call
 
 
 def _alone(config: Config) -> Config:
-    """One machine, as it would be among many."""
+    """Return the config of a run on this machine alone, as it would be among many."""
     changes: dict[str, object] = {"cluster.sync": "allreduce"}
     if config.algorithm in IN_STEP:
         changes |= {"mode": "distributed", "cluster.num_workers": 1, "cluster.min_nodes": None}
         changes |= {"cluster.master_addr": LOOPBACK, "cluster.master_port": free_port()}
     else:
         changes = {"mode": "parallel"}
-    config = config_files.build(config_files.to_dict(config), MEASURED | changes, source="projection")
+    config = config_files.with_changes(config, MEASURED | changes, source="projection")
     each = config.parallel.num_envs_per_worker
     if config.mode == "distributed" and each is not None:  # as the head would fill it in
         workers = config.parallel.num_workers or detection.detect().usable_cores
         filled = {"env.num_envs": each * workers, "parallel.num_envs_per_worker": None}
-        config = config_files.build(config_files.to_dict(config), filled, source="projection")
+        config = config_files.with_changes(config, filled, source="projection")
     return config
 
 
 def work_from(config: Config, rate: Rate) -> model.MachineWork:
-    """An update, divided into its rollout and its minibatches."""
+    """Divide an update into its rollout and its minibatches."""
     from rl_cluster_benchmark.execution.reduce import VECTOR_SPARE
     from rl_cluster_benchmark.execution.task import Task
     from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
@@ -133,56 +133,52 @@ def optimizer_steps(config: Config, summary: dict[str, Any]) -> tuple[int, int]:
     if config.algorithm == "impala":
         filled = {"env.num_envs": summary["num_envs"], "parallel.num_envs_per_worker": None}
         filled |= {"impala.num_learners": summary["num_learners"]}
-        unrolls = config_files.build(config_files.to_dict(config), filled, source="projection").unrolls_per_step
+        unrolls = config_files.with_changes(config, filled, source="projection").unrolls_per_step
         steps = max(1, round(summary["num_envs"] / unrolls)) * config.impala.passes
         return unrolls * config.training.n_steps, steps
     return config.rollout_size, 1
 
 
 def spread_from(rate: Rate) -> model.Spread:
-    """From one update to the next; what machines differ by cannot be seen on one of them."""
+    """Return how much updates vary; how much machines differ cannot be seen on one of them."""
     times = rate.update_seconds
     jitter = statistics.pstdev(times) / statistics.mean(times) if len(times) > 1 else 0.0
     return model.Spread(0.0, jitter, piece_seconds=rate.seconds / rate.updates)
 
 
 def software_cost() -> model.Network:
-    """Two processes on this machine, through the loopback interface: no network is faster than Gloo itself."""
+    """Return what Gloo itself takes, between two processes on this machine through the loopback interface."""
     sums = gloo_on_loopback().sums
     assert sums is not None
     return expectation.network_of(sums)
 
 
 def gloo_on_loopback(nodes: int = 2) -> Measurements:
-    where = ["--num-nodes", nodes, "--master-addr", LOOPBACK, "--master-port", free_port(), "--json", "-"]
-    call = [sys.executable, *MODULE, "doctor", "--cluster", *map(str, where)]
-    started = [
-        subprocess.Popen([*call, "--node-rank", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(nodes)
-    ]
-    try:
-        texts = [process.communicate(timeout=SECONDS_FOR_GLOO)[0] for process in started]
-    except subprocess.TimeoutExpired:
-        raise TrainingFailedError(f"Gloo between processes here took more than {SECONDS_FOR_GLOO} s.") from None
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    found = marked(texts[0])
-    if found is None:
-        raise TrainingFailedError(f"Gloo could not be measured on this machine: {texts[0].strip()[-300:]}")
-    return Measurements.from_dict(found)
+    """Let processes on this machine sum gradients, through the loopback interface."""
+
+    def start(rank: int, call: Sequence[str], lines: Lines) -> LocalProcess:
+        return LocalProcess(f"process {rank}", [sys.executable, *call], lines, os.environ)
+
+    arguments = ["--master-addr", LOOPBACK, "--master-port", str(free_port())]
+    measured, errors = measure_together(start, nodes, arguments, SECONDS_FOR_GLOO)
+    if measured is None:
+        why = "; ".join(f"{name}: {error}" for name, error in errors.items()) or "no figures came back"
+        raise TrainingFailedError(f"Gloo could not be measured on this machine ({why}).")
+    return measured
 
 
 def typical(software: model.Network, *, round_trip: float, bits_per_second: float) -> model.Network:
-    """A network by its figures: each hop adds a round trip, for Gloo sends what the receiver has said it is ready
-    for; the slower of wire and Gloo sets the rate."""
+    """Return the network that these figures describe.
+
+    Each hop adds a round trip, for Gloo sends what the receiver has said it is ready for; the slower of wire and Gloo
+    sets the rate.
+    """
     bandwidth = min(bits_per_second / 8, software.bandwidth)
     return model.Network(software.latency + round_trip, bandwidth, software.cast_seconds)
 
 
 def from_doctor(path: Path) -> tuple[model.Network, float]:
-    """(a network that `rlcb doctor --cluster --json` has measured, how much its machines differ in speed)."""
+    """Read a network that `rlcb doctor --cluster --json` has measured, and how much its machines differ in speed."""
     try:
         measured = Measurements.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import datetime
-import io
-import os
-import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
-from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Signals
-from rl_cluster_benchmark.run.directory import lock_directory
 from rl_cluster_benchmark.tools.projection import inputs
 from rl_cluster_benchmark.tools.projection.inputs import Measured
+from rl_cluster_benchmark.tools.reports.plots import draw_counts_axis, open_figure, save_figure
 from rl_cluster_benchmark.tools.scaling import model
+from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FILES = ("projection.json", "projection.csv", "projection.png")
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 GOOD = 0.8
+COLOURS = {
+    "allreduce": "tab:blue", "allreduce bfloat16": "tab:red", "local_sgd": "tab:orange", "async": "tab:green",
+}  # fmt: skip
+WIDTH = 62  # characters of the text beside the plot
 
 
 @dataclass(frozen=True)
@@ -42,31 +45,23 @@ class ProjectionSettings:
 
 
 def project(config: Config, settings: ProjectionSettings, signals: Signals) -> int:
-    """Measure, project, print, write; returns the exit status."""
-    lock = lock_directory(settings.output_dir)
-    try:
-        if not settings.overwrite and any((settings.output_dir / name).exists() for name in FILES):
-            raise UserError(
-                f"{settings.output_dir} already holds a projection; add --overwrite to replace it, or choose another "
-                "--output-dir."
-            )
+    """Measure, project, print, write; return the exit status."""
+    output, overwrite = settings.output_dir, settings.overwrite
+    with results_folder(output, FILES, overwrite=overwrite, what="a projection") as folder:
         given = inputs.from_doctor(settings.network) if settings.network else None
         with contextlib.suppress(KeyboardInterrupt):
-            report = make_report(_measured(config, settings, signals), settings, given)
+            if settings.measured is not None:
+                measured = Measured.from_file(settings.measured)
+            else:
+                print(
+                    f"Training on this machine alone for {settings.seconds:g} s after the first update ...", flush=True
+                )
+                measured = inputs.measure_here(config, settings.seconds, folder, signals.has_come)
+            report = make_report(measured, settings, given)
             print("\n".join(lines(report)), flush=True)
-            write_files(settings.output_dir, report)
-            print(f"\nSaved {', '.join(str(settings.output_dir / name) for name in FILES)}", flush=True)
-    finally:
-        os.close(lock)
-    return 0 if signals.received is None else 128 + signals.received
-
-
-def _measured(config: Config, settings: ProjectionSettings, signals: Signals) -> Measured:
-    if settings.measured is not None:
-        return Measured.from_file(settings.measured)
-    print(f"Training on this machine alone for {settings.seconds:g} s after the first update ...", flush=True)
-    with tempfile.TemporaryDirectory(prefix=".projection-", dir=settings.output_dir) as folder:
-        return inputs.measure_here(config, settings.seconds, Path(folder), lambda: signals.received is not None)
+            write_files(output, report)
+            print(f"\nSaved {', '.join(str(output / name) for name in FILES)}", flush=True)
+    return signals.status
 
 
 def make_report(
@@ -90,7 +85,7 @@ def make_report(
         "nodes": list(settings.nodes),
         "rows": rows,
         "assumptions": list(model.ASSUMPTIONS),
-        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "finished_at": text.timestamp(),
     }
 
 
@@ -137,7 +132,7 @@ def rows_of(report: dict[str, Any], network: str, strategy: str) -> list[dict[st
 
 
 def facts(report: dict[str, Any]) -> list[str]:
-    """What was measured, and so stands behind every figure."""
+    """Return in sentences what was measured, and so stands behind every figure."""
     measured = report["measured"]
     work, run, software, spread = measured["work"], measured["run"], measured["software"], report["spread"]
     seconds = work["rollout_seconds"] + work["minibatches"] * work["minibatch_seconds"]
@@ -155,7 +150,7 @@ def facts(report: dict[str, Any]) -> list[str]:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The whole answer on a screen."""
+    """Return the whole answer as it is printed."""
     out = ["", *facts(report)]
     strategies = report["strategies"]
     for network in report["networks"]:
@@ -173,7 +168,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def reach(report: dict[str, Any], network: str) -> str:
-    """How many machines each strategy is good for."""
+    """Say how many machines each strategy is good for."""
     words = []
     for strategy in report["strategies"]:
         kept = 1
@@ -186,12 +181,49 @@ def reach(report: dict[str, Any], network: str) -> str:
 
 
 def write_files(folder: Path, report: dict[str, Any]) -> None:
-    from rl_cluster_benchmark.tools.projection.projection_plot import draw
-
     write_json(folder / "projection.json", report)
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(report["rows"][0]))
-    writer.writeheader()
-    writer.writerows(report["rows"])
-    write_atomically(folder / "projection.csv", out.getvalue().encode())
-    write_atomically(folder / "projection.png", draw(report, facts(report)))
+    write_atomically(folder / "projection.csv", text.as_csv(report["rows"]).encode())
+    _draw(report, folder / "projection.png")
+
+
+def _draw(report: dict[str, Any], file: Path) -> None:
+    """Draw the picture of a projection.json."""
+    networks = list(report["networks"])
+    size = (17, max(7.0, 3.6 * len(networks)))
+    figure, axes = open_figure(len(networks), 3, size, width_ratios=(1, 1, 0.85))
+    for network, (speed, efficiency, words) in zip(networks, axes, strict=True):
+        words.axis("off")
+        _curves(speed, report, network, "steps_per_second")
+        one = next(row for row in report["rows"] if row["nodes"] == min(report["nodes"]))
+        ideal = [n * one["steps_per_second"] / one["nodes"] for n in report["nodes"]]
+        speed.plot(report["nodes"], ideal, "--", color="silver", label="ideal", zorder=0)
+        speed.set(title=f"{network}: speed", ylabel="environment steps / s", yscale="log")
+        _curves(efficiency, report, network, "efficiency", scale=100)
+        efficiency.set(title=f"{network}: efficiency", ylabel="% of that many times one machine", ylim=(0, 104))
+        for axis in (speed, efficiency):
+            draw_counts_axis(axis, report["nodes"], "machines")
+    words = axes[0, 2]
+    beside = words.text(0, 1, _beside(report), va="top", ha="left", fontsize=9, transform=words.transAxes)
+    beside.set_in_layout(False)  # it is longer than this row of the grid
+    run = report["measured"]["run"]
+    figure.suptitle(f"Projected, not measured: {run['algorithm']} on {run['env']} on many machines like this one")
+    save_figure(figure, file)
+
+
+def _curves(axis: Axes, report: dict[str, Any], network: str, key: str, scale: float = 1) -> None:
+    for strategy in report["strategies"]:
+        rows = rows_of(report, network, strategy)
+        nodes, values = [row["nodes"] for row in rows], [scale * row[key] for row in rows]
+        style = "o--" if strategy == "allreduce bfloat16" else "o-"  # often right on top of allreduce
+        axis.plot(nodes, values, style, markersize=3, color=COLOURS.get(strategy), label=strategy)
+
+
+def _beside(report: dict[str, Any]) -> str:
+    def block(title: str, sentences: Sequence[str]) -> list[str]:
+        wrapped = [textwrap.fill(sentence, WIDTH, subsequent_indent="   ") for sentence in sentences]
+        return [title, *wrapped, ""]
+
+    return "\n".join(
+        [*block("Measured here", [f"• {fact}" for fact in facts(report)]),
+         *block("Assumed", [f"• {sentence}" for sentence in report["assumptions"]])]
+    )  # fmt: skip

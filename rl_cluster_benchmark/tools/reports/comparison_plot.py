@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_cluster_benchmark.env import published
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import REWARD, Axis, Curve, curve
 from rl_cluster_benchmark.tools.analysis.groups import LearningTask
-from rl_cluster_benchmark.tools.reports.plots import open_figure, save_figure
+from rl_cluster_benchmark.tools.reports.plots import draw_published, open_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +23,7 @@ X_LABELS = {"step": "environment steps", "time": "minutes"}
 
 
 def plot_comparison(comparison: Comparison, output: Path, x: Axis = "step", title: str | None = None) -> Path:
-    """A row of four panels for each task; returns the PNG's path."""
+    """Draw a row of four panels for each task; return the PNG's path."""
     tasks = comparison.tasks
     columns = 2 if len(tasks) == 1 else 4
     rows = 2 if len(tasks) == 1 else len(tasks)
@@ -40,7 +39,8 @@ def plot_comparison(comparison: Comparison, output: Path, x: Axis = "step", titl
             axis.set_xlabel(X_LABELS[x])
             if x == "step":
                 axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        _draw_published(panels[0], comparison, task, x)
+        if x == "step":
+            draw_published(panels[0], task.env, comparison.longest_run(task))
         panels[0].legend(frameon=False, fontsize="small")
         panels[1].set_ylim(bottom=0)
         _draw_progress(panels[3], comparison, task)
@@ -63,26 +63,12 @@ def _draw_panel(axis: Axes, comparison: Comparison, task: LearningTask, metric: 
 
 
 def _draw_curve(axis: Axes, line: Curve, color: str, label: str, scale: float) -> None:
-    """The first mean rewards are of short episodes only, as no other has ended: they are drawn faintly."""
+    """Draw a curve, faintly as far as too few episodes have ended: those are short ones only."""
     early = int(line.early.sum())
     if early:
         axis.plot(scale * line.x[: early + 1], line.mean[: early + 1], ":", color=color, alpha=0.6)
     axis.plot(scale * line.x[early:], line.mean[early:], color=color, label=label, linewidth=1.5)
     axis.fill_between(scale * line.x[early:], line.low[early:], line.high[early:], color=color, alpha=0.15, linewidth=0)
-
-
-def _draw_published(axis: Axes, comparison: Comparison, task: LearningTask, x: Axis) -> None:
-    last = max(run.summary.total_timesteps for group in comparison.of_task(task) for run in group.runs)
-    points: list[Any] = published.curve(task.env) if x == "step" else []
-    shown = [p for p in points if p.step <= 1.3 * last]
-    if shown:
-        steps, means, stds = zip(*shown, strict=True)
-        axis.errorbar(
-            steps, means, [2 * s for s in stds], fmt="o--", color="gray", capsize=3, label="published PPO ± 2 sd"
-        )
-    elif points:
-        text = f"published PPO: {points[0].mean:.2f} at {points[0].step / 1e6:g} million steps"
-        axis.plot([], [], " ", label=text)
 
 
 def _draw_progress(axis: Axes, comparison: Comparison, task: LearningTask) -> None:

@@ -64,17 +64,10 @@ def _json(root: Path, runs: list[RunRecord], unreadable: list[LeftOut]) -> str:
     entries = [
         {
             "run": str(run.path.relative_to(root)),
-            "algorithm": run.algorithm,
-            "mode": run.mode,
             "env": run.config.env.name,
-            "seed": run.seed,
-            "steps": run.summary.total_timesteps,
             "avg_fps": run.summary.avg_fps,
             "final_reward": run.summary.final_reward,
-            "seconds": run.summary.duration_hours * 3600,
-            "state": run.state,
-            "reason": run.reason,
-            "notes": [*run.doubts, *(f"{item.path.name}: {item.reason}" for item in run.left_out)],
+            **run.facts,
         }
         for run in runs
     ]

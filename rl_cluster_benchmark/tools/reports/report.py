@@ -16,7 +16,7 @@ from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, is_own
+from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, cannot_write_to, check_own
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.verdicts import headline
 from rl_cluster_benchmark.tools.reports import report_data, tables
@@ -38,20 +38,16 @@ FILES = {  # of a report -> what no other file of this name has in it
 def check_replaceable(directory: Path) -> None:
     """Refuse a directory where the report would replace a file that this program has not written."""
     for name, mark in FILES.items():
-        if not is_own(directory / name, mark):
-            raise UserError(
-                f"{directory / name} would be replaced, and this program has not written it; "
-                "choose another --output-dir."
-            )
+        check_own(directory / name, mark, "choose another --output-dir")
 
 
 def write_report(comparison: Comparison, directory: Path, title: str) -> list[Path]:
-    """Returns the files, the page first."""
+    """Write all files of the report; return them, the page first."""
     check_replaceable(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"Cannot write to {directory} ({error.strerror}); choose another --output-dir.") from None
+        raise cannot_write_to(directory, error) from None
     contents = {
         "report.html": html(comparison, title),
         "report.md": markdown(comparison, title),
@@ -69,7 +65,7 @@ def write_report(comparison: Comparison, directory: Path, title: str) -> list[Pa
 
 
 def html(comparison: Comparison, title: str) -> str:
-    """Every value is escaped by the template; the page allows no script but its own, and no network at all."""
+    """Return the page: the template escapes every value, and allows no script but its own and no network."""
     scripts = {"charts_js": source("charts.js"), "report_js": source("report.js")}
     page = templates().get_template("report.html")
     return page.render(
@@ -90,7 +86,7 @@ def templates() -> Environment:
 
 
 def script_json(data: object) -> Markup:
-    """JSON for a script element: nothing in it can end the element."""
+    """Return JSON for a script element: nothing in it can end the element."""
     content = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         content = content.replace(character, f"\\u{ord(character):04x}")
@@ -98,7 +94,7 @@ def script_json(data: object) -> Markup:
 
 
 def script_hashes(scripts: Sequence[str]) -> str:
-    """For the page's content security policy."""
+    """Return the hashes of these scripts for the page's content security policy."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
@@ -114,11 +110,7 @@ def markdown(comparison: Comparison, title: str) -> str:
     lines += [f"**{escape(sentence)}**  " for sentence in headline(comparison)]
     notes = comparison.warnings()
     lines += ["", *(f"- {escape(note)}" for note in notes), *([""] if notes else [])]
-    lines += ["![curves](comparison.png)", "", "## Results", ""]
-    for task in comparison.tasks:
-        table = tables.task_table(comparison, task, text.markdown_table)
-        lines += [f"### {escape(str(task))}", "", *table, ""]
-    lines += tables.score_tables(comparison, text.markdown_table, "### {}")
+    lines += ["![curves](comparison.png)", "", "## Results", "", *tables.markdown_tables(comparison)]
     lines += ["## Where the time goes", "", *_phase_table(comparison), "", "## Every run, and how to repeat it", ""]
     for group in comparison.groups:
         for run in group.runs:

@@ -15,7 +15,7 @@ from rl_cluster_benchmark.tools.analysis import statistics
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import REWARD, Axis, curve
 from rl_cluster_benchmark.tools.analysis.evaluations import how_played
-from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric
+from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask
 from rl_cluster_benchmark.tools.analysis.statistics import ONE_SEED, Estimate
 from rl_cluster_benchmark.tools.analysis.verdicts import headline, interval
 from rl_cluster_benchmark.tools.reports import tables
@@ -37,7 +37,7 @@ def colors(comparison: Comparison) -> dict[str, str]:
 
 
 def page(comparison: Comparison, title: str) -> dict[str, Any]:
-    """Everything but the scripts and styles."""
+    """Return all that the page's template shows but the scripts and styles."""
     return {
         "title": title,
         "machine": machine(comparison),
@@ -87,7 +87,7 @@ def _single(comparison: Comparison) -> bool:
 
 
 def chart_data(comparison: Comparison) -> dict[str, Any]:
-    """For the scripts in the page."""
+    """Return what the scripts in the page draw."""
     return {
         "variants": comparison.variants,
         "reference": REFERENCE,
@@ -126,13 +126,12 @@ def _line(group: Group, metric: str, axis: Axis) -> dict[str, Any]:
 
 
 def _published_line(comparison: Comparison, task: LearningTask) -> dict[str, Any]:
-    last = max(run.summary.total_timesteps for group in comparison.of_task(task) for run in group.runs)
-    points = [point for point in published.curve(task.env) if point.step <= 1.3 * last]
+    points = figures.published_until(task.env, comparison.longest_run(task))
     return {"x": [p.step for p in points], "y": [p.mean for p in points]}
 
 
 def _rounded(values: Any) -> list[float]:
-    """Five figures: a tenth of a pixel, and a page of half the size."""
+    """Round to five figures: a tenth of a pixel, and a page of half the size."""
     return [float(f"{value:.5g}") for value in values]
 
 
@@ -180,7 +179,7 @@ def _scaling(comparison: Comparison, groups: Sequence[Group]) -> list[list[str]]
 def whiskers(
     rows: Sequence[tuple[str, Estimate | None]], palette: dict[str, str], places: int = 2, from_zero: bool = False
 ) -> list[dict[str, Any]]:
-    """Dots with their intervals on one scale, in percent of its width; an interval off the scale is cut at its end."""
+    """Return dots with intervals on one scale, in percent of its width; one off the scale is cut at its end."""
     known = [(name, estimate) for name, estimate in rows if estimate is not None]
     values = [estimate.value for _, estimate in known]
     spread = (max(values) - min(values)) if values else 0.0
@@ -224,7 +223,7 @@ def _scores(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def _profiles(comparison: Comparison) -> list[dict[str, Any]]:
-    """The share of runs above each score, as a curve for each variant."""
+    """Return the share of runs above each score, as a curve for each variant."""
     lines = []
     for variant, scores in comparison.scores().items():
         shares, band = statistics.performance_profile(scores, PROFILE_THRESHOLDS)
@@ -235,12 +234,8 @@ def _profiles(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _evaluations(comparison: Comparison) -> list[dict[str, Any]]:
     blocks = []
-    kinds: tuple[tuple[str, Metric], ...] = (
-        ("training levels", figures.train_reward),
-        ("unseen levels", figures.test_reward),
-        ("all levels", figures.all_reward),
-        ("generalisation gap", figures.gap),
-    )
+    kinds = [(name, figures.EVALUATED[levels]) for levels, name in figures.LEVELS.items()]
+    kinds.append(("generalisation gap", figures.gap))
     for task in comparison.tasks:
         for name, metric in kinds:
             rows = whiskers([(g.variant, g.estimate(metric)) for g in comparison.of_task(task)], colors(comparison))
@@ -269,7 +264,7 @@ def _phase_names(comparison: Comparison) -> list[str]:
 
 
 def page_phases(comparison: Comparison) -> list[dict[str, Any]]:
-    """A bar per variant: mean shares over its runs."""
+    """Return a bar for each variant: mean shares over its runs."""
     names = _phase_names(comparison)
     bars = []
     for variant in comparison.variants:

@@ -17,7 +17,7 @@ MAX_CLIPS = 24  # on a page
 
 
 def clips(comparison: Comparison) -> list[dict[str, str]]:
-    """One of each group: that of its first seed that has one."""
+    """Return one clip for each group: that of its first seed that has one."""
     clips = []
     for group in comparison.groups:
         for run in group.runs:
@@ -56,7 +56,7 @@ def run_entry(run: RunRecord, color: str, group: Group) -> dict[str, str]:
 
 
 def commands(run: RunRecord) -> list[str]:
-    """What repeats the run and its evaluations."""
+    """Return the commands that repeat the run and its evaluations."""
     again = run.path.with_name(f"{run.path.name}_again")
     directory = RunDirectory.of(run.config.model_copy(update={"output_dir": str(again)}))
     lines = [shlex.join(["rlcb", "train", "--config", str(run.path / "config.yaml"), "--output-dir", str(again)])]

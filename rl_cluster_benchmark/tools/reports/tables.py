@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -24,32 +22,36 @@ METRICS: dict[str, Metric] = {
     "fps": figures.fps,
     "steps": figures.steps,
     "final_reward": figures.final_reward,
-    "train_levels_reward": figures.train_reward,
-    "test_levels_reward": figures.test_reward,
-    "all_levels_reward": figures.all_reward,
+    **{f"{levels}_levels_reward": metric for levels, metric in figures.EVALUATED.items()},
     "generalisation_gap": figures.gap,
     "peak_memory_gb": figures.memory,
 }
 
 
 def as_table(comparison: Comparison) -> str:
-    lines: list[str] = []
-    for task in comparison.tasks:
-        lines += [f"COMPARISON: {task}", "", *task_table(comparison, task, text.table), ""]
-    lines += score_tables(comparison, text.table, "{}")
-    return "\n".join([*lines, *_closing(comparison, "  ")])
+    return "\n".join([*all_tables(comparison, text.table, str, "COMPARISON: "), *_closing(comparison, "  ")])
 
 
 def as_markdown(comparison: Comparison) -> str:
+    return "\n".join([*markdown_tables(comparison), *map(text.escape_markdown, _closing(comparison, ""))])
+
+
+def markdown_tables(comparison: Comparison) -> list[str]:
+    return all_tables(comparison, text.markdown_table, lambda title: f"### {text.escape_markdown(title)}")
+
+
+def all_tables(
+    comparison: Comparison, make: MakeTable, heading: Callable[[str], str], of_a_task: str = ""
+) -> list[str]:
+    """Return the tables of every task, and those of the scores; `of_a_task` stands before the name of a task."""
     lines: list[str] = []
     for task in comparison.tasks:
-        lines += [f"### {text.escape_markdown(str(task))}", "", *task_table(comparison, task, text.markdown_table), ""]
-    lines += score_tables(comparison, text.markdown_table, "### {}")
-    return "\n".join([*lines, *map(text.escape_markdown, _closing(comparison, ""))])
+        lines += [heading(f"{of_a_task}{task}"), "", *task_table(comparison, task, make), ""]
+    return lines + score_tables(comparison, make, heading)
 
 
 def task_table(comparison: Comparison, task: LearningTask, make: MakeTable) -> list[str]:
-    """Speed, then reward: a row per variant in each."""
+    """Return two tables with a row per variant, speed and then reward."""
     groups = comparison.of_task(task)
     lines: list[str] = []
     for head, *rows in (speed_rows(comparison, task), reward_rows(comparison, task)):
@@ -60,7 +62,7 @@ def task_table(comparison: Comparison, task: LearningTask, make: MakeTable) -> l
 
 
 def speed_rows(comparison: Comparison, task: LearningTask) -> list[list[str]]:
-    """The head, then a row per variant."""
+    """Return the head, then a row per variant."""
     threshold = comparison.thresholds[task]
     reach = f"time to {text.decimal(threshold)}" if threshold is not None else "time to reward"
     rows = [["run", "seeds", "steps", "FPS", "speed-up", reach, "memory GB"]]
@@ -82,9 +84,9 @@ def speed_rows(comparison: Comparison, task: LearningTask) -> list[list[str]]:
 
 
 def reward_rows(comparison: Comparison, task: LearningTask) -> list[list[str]]:
-    """The head, then a row per variant."""
-    rows = [["run", "reward in training", "training levels", "unseen levels", "all levels", "gap", "published PPO"]]
-    metrics = (figures.final_reward, figures.train_reward, figures.test_reward, figures.all_reward, figures.gap)
+    """Return the head, then a row per variant."""
+    rows = [["run", "reward in training", *figures.LEVELS.values(), "gap", "published PPO"]]
+    metrics = (figures.final_reward, *figures.EVALUATED.values(), figures.gap)
     rows += [
         [group.variant, *(interval(group.estimate(metric)) for metric in metrics), published_cell(group)]
         for group in comparison.of_task(task)
@@ -98,7 +100,7 @@ def _without_empty_columns(rows: list[list[str]]) -> list[list[str]]:
 
 
 def time_to(group: Group, threshold: float | None) -> str:
-    """Mean over the seeds that reached it, and how many did where not all."""
+    """Return the mean time of the seeds that reached it, and how many did where not all."""
     if threshold is None:
         return text.NOTHING
     times = [when[1] for run in group.runs if (when := figures.reached(run, threshold))]
@@ -109,7 +111,7 @@ def time_to(group: Group, threshold: float | None) -> str:
 
 
 def published_cell(group: Group) -> str:
-    """Training and test reward of the published PPO after as many steps, or at its first point."""
+    """Return the published PPO's training and test reward after as many steps, or at its first point."""
     steps = group.estimate(figures.steps)
     points = figures.published.curve(group.task.env)
     if steps is None or not points:
@@ -123,26 +125,26 @@ def published_cell(group: Group) -> str:
     return " / ".join(known) + early
 
 
-def score_tables(comparison: Comparison, make: MakeTable, title: str) -> list[str]:
-    """Interquartile means and probabilities of improvement; nothing where no range of scores is published."""
+def score_tables(comparison: Comparison, make: MakeTable, heading: Callable[[str], str]) -> list[str]:
+    """Return interquartile means and probabilities of improvement; nothing where no range of scores is published."""
     scores = comparison.scores()
     if not scores or comparison.basis is None:
         return []
     games = len(next(iter(scores.values())))
     where = f"{games} game{'s' if games > 1 else ''}, {comparison.basis[1]}"
-    lines = [title.format(f"Normalised scores ({where})"), ""]
+    lines = [heading(f"Normalised scores ({where})"), ""]
     rows = [[name, interval_or_reason(e, 3)] for name, e in comparison.interquartile_means().items()]
     lines += [*make(("run", "interquartile mean (95%)"), rows), ""]
     improvements = probabilities(scores)
     if improvements:
         rows = [[a, b, interval_or_reason(estimate)] for a, b, estimate in improvements]
-        lines += [title.format("Probability of improvement"), ""]
+        lines += [heading("Probability of improvement"), ""]
         lines += [*make(("a run of", "scores higher than one of", "probability (95%)"), rows), ""]
     return lines
 
 
 def probabilities(scores: dict[str, list[Any]]) -> list[tuple[str, str, Estimate]]:
-    """Of improvement, for each pair; none from single runs, of which one is always higher."""
+    """Return each pair's probability of improvement; none for single runs, of which one is always higher."""
     if any(len(game) < 2 for games in scores.values() for game in games):
         return []
     return [(a, b, statistics.probability_of_improvement(scores[a], scores[b])) for a, b in combinations(scores, 2)]
@@ -161,13 +163,8 @@ def _closing(comparison: Comparison, indent: str) -> list[str]:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """A row per group: each figure with the two ends of its interval."""
-    buffer = io.StringIO()
-    rows = [_flat(entry) for entry in as_data(comparison)["groups"]]
-    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue().rstrip("\n")
+    """Return a line for each group: each figure with the two ends of its interval."""
+    return text.as_csv([_flat(entry) for entry in as_data(comparison)["groups"]]).rstrip("\n")
 
 
 def as_json(comparison: Comparison) -> str:

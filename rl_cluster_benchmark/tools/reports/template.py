@@ -15,7 +15,7 @@ from rl_cluster_benchmark.run.episodes import WINDOW
 from rl_cluster_benchmark.tools.analysis import groups as figures
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation, how_played
-from rl_cluster_benchmark.tools.analysis.groups import Group, LearningTask, Metric
+from rl_cluster_benchmark.tools.analysis.groups import EVALUATED, LEVELS, Group, LearningTask, Metric, in_summary
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord
 from rl_cluster_benchmark.tools.analysis.statistics import ONE_SEED, Estimate
 from rl_cluster_benchmark.tools.analysis.verdicts import headline
@@ -35,37 +35,24 @@ class Line:
     levels: str | None = None  # of an evaluation
 
 
-def _length_on(levels: str) -> Metric:
-    def mean_length(run: RunRecord) -> float | None:
-        evaluation = run.evaluations.get(levels)
-        return evaluation.mean_length if evaluation else None
-
-    return mean_length
-
-
-def _best_reward(run: RunRecord) -> float | None:
-    return run.summary.best_reward
-
-
 LINES = (
     Line("Average FPS", figures.fps, 0),
     Line("Total Timesteps", figures.steps, 0),
     Line("Final Reward", figures.final_reward, 2),
-    Line("Best Reward", _best_reward, 2),
-    Line("Evaluation, training levels", figures.train_reward, 2, levels="train"),
-    Line("Evaluation, unseen levels", figures.test_reward, 2, levels="test"),
-    Line("Evaluation, all levels", figures.all_reward, 2, levels="all"),
+    Line("Best Reward", figures.best_reward, 2),
+    *(Line(f"Evaluation, {name}", EVALUATED[levels], 2, levels=levels) for levels, name in LEVELS.items()),
     Line("Memory Usage", figures.memory, 2, " GB", more_is_better=False),
 )
 
 
 def _lines(groups: list[Group]) -> list[Line]:
-    """The lines of the comparison; lengths of episodes are compared on levels of one kind."""
+    """Return the lines of the comparison; lengths of episodes are compared on levels of one kind."""
     evaluated = [run.evaluations.keys() for group in groups for run in group.runs]
     levels = next((levels for levels in ("test", "all") if all(levels in mine for mine in evaluated)), None)
     if levels is None:
         return list(LINES)
-    length = Line("Episode Length (shorter better)", _length_on(levels), 2, more_is_better=False, levels=levels)
+    metric = figures.in_evaluation(levels, "mean_length")
+    length = Line("Episode Length (shorter better)", metric, 2, more_is_better=False, levels=levels)
     return [*LINES, length]
 
 
@@ -85,7 +72,7 @@ def _task_block(comparison: Comparison, task: LearningTask) -> list[str]:
 
 
 def _machine(groups: list[Group], task: LearningTask) -> list[str]:
-    """The machine of the runs, as far as they name it; this one's name and memory where it is the same."""
+    """Describe the machine of the runs as far as they name it; name and memory are known of this one only."""
     run = groups[0].runs[0]
     here = detection.detect()
     model, cores = run.summary.cpu_model or "unknown", run.summary.usable_cores
@@ -106,7 +93,7 @@ def _machine(groups: list[Group], task: LearningTask) -> list[str]:
 
 
 def _run_block(group: Group) -> list[str]:
-    """Means over seeds; the ± are standard deviations over episodes."""
+    """Return a group's means over seeds; the ± are standard deviations over episodes."""
 
     def mean(of: Callable[[RunRecord], float | None]) -> float | None:
         values = group.values(of)
@@ -116,28 +103,26 @@ def _run_block(group: Group) -> list[str]:
     if len(group.runs) > 1:
         lines.append(f"Means over {len(group.runs)} seeds: {', '.join(str(run.seed) for run in group.runs)}")
     lines += [
-        f"Duration: {text.decimal(mean(lambda run: run.summary.duration_hours))} hours",
+        f"Duration: {text.decimal(mean(in_summary('duration_hours')))} hours",
         f"Total Environments: {group.runs[0].config.env.num_envs}",
         f"Total Timesteps: {text.whole(mean(figures.steps))}",
-        f"Total Updates: {text.whole(mean(lambda run: run.summary.total_updates))}",
+        f"Total Updates: {text.whole(mean(in_summary('total_updates')))}",
         f"Average FPS: {text.whole(mean(figures.fps))}",
-        f"Final FPS: {text.whole(mean(lambda run: run.summary.final_fps))}",
+        f"Final FPS: {text.whole(mean(in_summary('final_fps')))}",
         f"Peak Memory: {text.decimal(mean(figures.memory))} GB",
         "",
         "Training Progress:",
-        f"  Initial Reward: {_pm(mean(_initial), mean(lambda run: run.summary.initial_reward_std))}",
-        f"  Final Reward: {_pm(mean(figures.final_reward), mean(lambda run: run.summary.final_reward_std))}",
-        f"  Best Reward: {text.decimal(mean(_best_reward))}",
+        f"  Initial Reward: {_pm(mean(in_summary('initial_reward')), mean(in_summary('initial_reward_std')))}",
+        f"  Final Reward: {_pm(mean(figures.final_reward), mean(in_summary('final_reward_std')))}",
+        f"  Best Reward: {text.decimal(mean(figures.best_reward))}",
     ]
-    for levels, name in (("train", "training levels"), ("test", "unseen levels"), ("all", "all levels")):
+    for levels, name in LEVELS.items():
         found = [run.evaluations[levels] for run in group.runs if levels in run.evaluations]
-        if found:
-            lines += ["", *_evaluation_block(found, name)]
+        for way in (False, True):  # sampled actions do not count in one mean with the likeliest ones
+            alike = [evaluation for evaluation in found if evaluation.deterministic == way]
+            if alike:
+                lines += ["", *_evaluation_block(alike, name)]
     return lines
-
-
-def _initial(run: RunRecord) -> float | None:
-    return run.summary.initial_reward
 
 
 def _evaluation_block(found: list[Evaluation], name: str) -> list[str]:
@@ -161,7 +146,7 @@ def _pm(value: float | None, spread: float | None) -> str:
 def _metric_block(groups: list[Group]) -> list[str]:
     rows, is_marked = [], False
     for line in _lines(groups):
-        estimates = [group.estimate(line.metric) for group in groups]
+        estimates = [_estimate(group, line) for group in groups]
         if all(estimate is None for estimate in estimates):
             continue
         winner = _winner(groups, estimates, line)
@@ -171,6 +156,11 @@ def _metric_block(groups: list[Group]) -> list[str]:
     if is_marked:
         lines += ["", f"{MARK} {ONE_SEED}; a difference between single runs, not between algorithms."]
     return lines
+
+
+def _estimate(group: Group, line: Line) -> Estimate | None:
+    acted_alike = line.levels is None or figures.ways_of_acting(group.runs, line.levels) < 2
+    return group.estimate(line.metric) if acted_alike else None
 
 
 def _cell(estimate: Estimate | None, line: Line) -> str:
@@ -207,15 +197,12 @@ def _are_comparable(groups: list[Group], line: Line) -> bool:
 
 
 def _interval(group: Group, estimate: Estimate, line: Line) -> tuple[float, float] | None:
-    """Over seeds; for one seed's rewards, over its episodes."""
+    """Return the interval over seeds; for one seed's rewards, that over its episodes."""
     if estimate.interval is not None:
         return estimate.interval
     run = group.runs[0]
-    for levels, metric in (
-        ("train", figures.train_reward), ("test", figures.test_reward), ("all", figures.all_reward)
-    ):  # fmt: skip
-        if line.metric is metric and levels in run.evaluations:
-            return run.evaluations[levels].ci95
+    if line.levels is not None and line.metric is EVALUATED[line.levels]:
+        return run.evaluations[line.levels].ci95
     spread = run.summary.final_reward_std
     if line.metric is figures.final_reward and spread is not None:
         half = 1.96 * spread / math.sqrt(max(1.0, min(WINDOW, run.summary.num_episodes)))

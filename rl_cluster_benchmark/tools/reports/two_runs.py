@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_cluster_benchmark.core.errors import UserError
-from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, is_own, write_output
+from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, check_own, write_output
 from rl_cluster_benchmark.core.text import NOTHING, decimal, plain, whole
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.curves import Axis
@@ -26,9 +26,9 @@ def compare_two(
 ) -> int:  # fmt: skip
     """Print the comparison and write both files; those that the user has not named replace only their like."""
     if not output:
-        _check_own("--output", PICTURE, MARK_OF_PLOTS)
+        check_own(PICTURE, MARK_OF_PLOTS, "name a file with --output")
     if not report:
-        _check_own("--report", REPORT, TITLE.encode())
+        check_own(REPORT, TITLE.encode(), "name a file with --report")
     output, report = picture_file(output or PICTURE), report or REPORT
     check_output("--output", output)
     check_output("--report", report)
@@ -49,11 +49,6 @@ def compare_two(
     return 0
 
 
-def _check_own(option: str, path: Path, mark: bytes) -> None:
-    if not is_own(path, mark):
-        raise UserError(f"{path} would be replaced, and this program has not written it; name a file with {option}.")
-
-
 def _load(flag: str, path: Path, unfinished: bool) -> RunRecord:
     try:
         run = load_run(path)
@@ -64,7 +59,7 @@ def _load(flag: str, path: Path, unfinished: bool) -> RunRecord:
 
 
 def differences(one: RunRecord, other: RunRecord) -> list[str]:
-    """What the runs differ by besides the mode, in sentences."""
+    """Say what the runs differ by besides the mode."""
     found = []
     if LearningTask(one.config.env) != LearningTask(other.config.env):
         tasks = f"{LearningTask(one.config.env)} and {LearningTask(other.config.env)}"
@@ -74,23 +69,16 @@ def differences(one: RunRecord, other: RunRecord) -> list[str]:
     return found
 
 
-def _speeds_compare(one: RunRecord, other: RunRecord) -> bool:
-    return len(machines([one, other])) < 2 and LearningTask(one.config.env) == LearningTask(other.config.env)
-
-
-def speedup(one: RunRecord, other: RunRecord) -> float | None:
-    """Return the factor between their speeds; None if they ran on different machines or have different tasks."""
-    if not _speeds_compare(one, other):
-        return None
-    return other.summary.avg_fps / one.summary.avg_fps if one.summary.avg_fps > 0 else None
-
-
-def efficiency_gain(one: RunRecord, other: RunRecord) -> float | None:
-    """Return how many percent more steps an hour; None where the speeds do not compare."""
-    if not _speeds_compare(one, other):
-        return None
-    mine, theirs = steps_per_hour(one), steps_per_hour(other)
-    return 100 * (theirs / mine - 1) if mine and theirs is not None else None
+def _ratios(one: RunRecord, other: RunRecord) -> tuple[str, str]:
+    """Return the speed-up and the gain in steps per hour; nothing where their machines or their tasks differ."""
+    if len(machines([one, other])) > 1 or LearningTask(one.config.env) != LearningTask(other.config.env):
+        return NOTHING, NOTHING
+    mine, theirs = one.summary.avg_fps, other.summary.avg_fps
+    speedup, gain = f"{theirs / mine:.2f}x" if mine > 0 else NOTHING, NOTHING
+    hourly, others_hourly = steps_per_hour(one), steps_per_hour(other)
+    if hourly and others_hourly is not None:
+        gain = f"{100 * (others_hourly / hourly - 1):.1f}%"
+    return speedup, gain
 
 
 def steps_per_hour(run: RunRecord) -> float | None:
@@ -100,8 +88,7 @@ def steps_per_hour(run: RunRecord) -> float | None:
 
 def two_run_table(one: RunRecord, other: RunRecord) -> list[str]:
     a, b = one.summary, other.summary
-    gain = efficiency_gain(one, other)
-    factor = speedup(one, other)
+    speedup, gain = _ratios(one, other)
     return [
         HEAVY,
         "TRAINING COMPARISON",
@@ -113,7 +100,7 @@ def two_run_table(one: RunRecord, other: RunRecord) -> list[str]:
         _row("Total Updates", whole(a.total_updates), whole(b.total_updates)),
         *_section("Performance Metrics"),
         _row("Average FPS", whole(a.avg_fps), whole(b.avg_fps)),
-        _row("Speedup (Parallel/Sequential)", NOTHING, NOTHING if factor is None else f"{factor:.2f}x"),
+        _row("Speedup (Parallel/Sequential)", NOTHING, speedup),
         _row("Final FPS", whole(a.final_fps), whole(b.final_fps)),
         *_section("Reward Metrics"),
         _row("Initial Reward", decimal(a.initial_reward), decimal(b.initial_reward)),
@@ -123,13 +110,13 @@ def two_run_table(one: RunRecord, other: RunRecord) -> list[str]:
         _row("Peak Memory (GB)", decimal(a.peak_memory_gb), decimal(b.peak_memory_gb)),
         *_section("Efficiency Metrics"),
         _row("Timesteps/Hour", whole(steps_per_hour(one)), whole(steps_per_hour(other))),
-        _row("Efficiency Gain (%)", NOTHING, NOTHING if gain is None else f"{gain:.1f}%"),
+        _row("Efficiency Gain (%)", NOTHING, gain),
         HEAVY,
     ]
 
 
 def two_run_report(one: RunRecord, other: RunRecord) -> list[str]:
-    gain, factor = efficiency_gain(one, other), speedup(one, other)
+    speedup, gain = _ratios(one, other)
     lines = [HEAVY, TITLE, HEAVY, ""]
     lines += [plain(f"Sequential Directory: {one.path}"), plain(f"Parallel Directory: {other.path}")]
     for name, run in (("SEQUENTIAL", one), ("PARALLEL", other)):
@@ -141,8 +128,8 @@ def two_run_report(one: RunRecord, other: RunRecord) -> list[str]:
             f"Peak Memory: {run.summary.peak_memory_gb:.2f} GB",
         ]
     lines += _section("COMPARISON")
-    lines.append(f"Speedup (FPS): {NOTHING if factor is None else f'{factor:.2f}x'}")
-    lines.append(f"Efficiency Gain: {NOTHING if gain is None else f'{gain:.1f}%'}")
+    lines.append(f"Speedup (FPS): {speedup}")
+    lines.append(f"Efficiency Gain: {gain}")
     return lines
 
 

@@ -30,6 +30,8 @@ MEASURED: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Case:
+    """What is measured for one number of workers."""
+
     workers: int
     num_envs: int  # in all
     together: Config
@@ -42,7 +44,7 @@ class Case:
         return self.num_envs // self.workers
 
     def core_sets(self) -> list[set[int]]:
-        """What each independent run may use: the cores that the workers have, in the way they have them."""
+        """Return what each independent run may use: the cores that the workers have, in the way they have them."""
         return [{core} if self.pinned else set(self.cores) for core in self.cores]
 
 
@@ -56,8 +58,10 @@ class UpdateWork:
 
     @classmethod
     def of(cls, config: Config, envs_per_worker: int | None, machine: Machine) -> UpdateWork:
-        """Of the run that `rlcb train --mode parallel` with this config would be; or with the environments per worker
-        fixed, and as many minibatches as that run has."""
+        """Return the work of the run that `rlcb train --mode parallel` with this config would be.
+
+        With the environments per worker fixed it has as many minibatches as that run.
+        """
         parallel = config.parallel
         total = config.env.num_envs
         if parallel.num_envs_per_worker is not None:
@@ -81,7 +85,7 @@ class UpdateWork:
 
 
 def choose_counts(asked: Sequence[int] | None, machine: Machine) -> tuple[list[int], list[int]]:
-    """(numbers of workers to measure, those left out because the cores do not suffice), ascending, 1 always first.
+    """Return the numbers of workers to measure, ascending from 1, and those for which the cores do not suffice.
 
     By default the powers of two that fit.
     """
@@ -139,4 +143,4 @@ def _case(config: Config, workers: int, work: UpdateWork, machine: Machine) -> C
 
 
 def _build(config: Config, source: str, changes: dict[str, Any]) -> Config:
-    return config_files.build(config_files.to_dict(config), MEASURED | changes, source=source)
+    return config_files.with_changes(config, MEASURED | changes, source=source)

@@ -7,14 +7,11 @@ each other take turns.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +21,9 @@ from typing import Any
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
-from rl_cluster_benchmark.core.stop import die_with_parent
+from rl_cluster_benchmark.processes.child_process import ChildProcess, error_in, how_it_ended, rlcb
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.tools.analysis.series import GrowingLog
 
 FEWEST_TURNS, LONGEST_TURN = 3, 10.0  # seconds: when several groups of runs share the time, that of each is cut so
 WITHOUT_WATCHDOG = 1e6  # seconds: a run that is stopped makes no progress
@@ -63,7 +61,7 @@ def measure(
 
 
 def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Callable[[], bool]) -> list[list[Rate]]:
-    """The same of several groups, on the same cores: while one trains, the others are stopped.
+    """Run several groups on the same cores, one group after the other in turns, while the others are stopped.
 
     Turns are short, so that whatever else the machine does, or how fast it is just now, happens to all of them.
     """
@@ -92,7 +90,7 @@ def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Ca
         for runs in started:
             _go_on(runs)
             for run in runs:
-                run.process.terminate()
+                run.send(signal.SIGTERM)
         return [[run.rate() for run in runs] for runs in started]
     finally:
         for runs in started:
@@ -102,23 +100,23 @@ def measure_in_turns(groups: Sequence[Group], *, seconds: float, interrupted: Ca
 
 def _stop(runs: Sequence[TrainingProcess]) -> None:
     for run in runs:
-        run.signal(signal.SIGSTOP)
+        run.send_to_all(signal.SIGSTOP)
     for run in runs:
         run.read()
 
 
 def _go_on(runs: Sequence[TrainingProcess]) -> None:
     for run in runs:
-        run.signal(signal.SIGCONT)
+        run.send_to_all(signal.SIGCONT)
 
 
 def _turn(
     runs: Sequence[TrainingProcess], seconds: float, interrupted: Callable[[], bool], *, after_a_pause: bool = False
 ) -> float:
-    """Measure every run for so long, and for an update at least; returns how long it was.
+    """Measure every run for so long, and for an update at least; return how long it was.
 
     The first update is not counted, nor is the second after a pause: the first may have been made before it, and told
-    after it. KeyboardInterrupt when somebody asks to end.
+    after it. Raise KeyboardInterrupt when somebody asks to end.
     """
     skipped = 1 + after_a_pause
     before = [len(run.lines) for run in runs]
@@ -129,7 +127,7 @@ def _turn(
         if interrupted():
             raise KeyboardInterrupt
         for run in runs:
-            if run.process.poll() is not None:
+            if run.poll() is not None:
                 raise run.failure()
         new_updates = [run.read() for run in runs]
         if any(new_updates):
@@ -150,7 +148,7 @@ def _turn(
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-class TrainingProcess:
+class TrainingProcess(ChildProcess):
     """`rlcb train` in a process of its own, which dies with this one."""
 
     def __init__(
@@ -158,47 +156,29 @@ class TrainingProcess:
     ) -> None:
         folder.mkdir(parents=True)
         changes = {"output_dir": str(folder / "run"), **(changes or {})}
-        config = config_files.build(config_files.to_dict(config), changes, source="scaling")
+        config = config_files.with_changes(config, changes, source="scaling")
         self.directory = RunDirectory.of(config)
         self.lines: list[dict[str, float]] = []
         self.windows: list[tuple[int, int]] = []  # the lines from and to which time counts
-        self._read_so_far = 0
+        self._log = GrowingLog(self.directory.metrics_log)
         self._output = folder / "output.txt"
         (folder / "config.yaml").write_text(config_files.to_yaml(config))
-        die = die_with_parent(signal.SIGKILL)
-
-        def settle() -> None:
-            die()
-            os.sched_setaffinity(0, cores)
-
-        call = [sys.executable, "-m", "rl_cluster_benchmark", "train", "--config", str(folder / "config.yaml")]
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                call,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the sweep alone, which ends its runs
-                preexec_fn=settle,
-            )
+        call = rlcb("train", "--config", folder / "config.yaml")
+        super().__init__(call, output=self._output, cores=cores, at_our_end=signal.SIGKILL)
 
     def read(self) -> bool:
-        """Take in the updates made since the last call; are there any?"""
-        with contextlib.suppress(FileNotFoundError), self.directory.metrics_log.open("rb") as file:
-            file.seek(self._read_so_far)
-            whole, newline, _ = file.read().rpartition(b"\n")
-            self._read_so_far += len(whole) + len(newline)
-            self.lines += [json.loads(line) for line in whole.splitlines()]
-            return bool(newline)
-        return False
+        """Take in the updates made since the last call; return whether there are any."""
+        new = self._log.new_lines()
+        self.lines += new
+        return bool(new)
 
     def rate(self) -> Rate:
-        """After it was told to end: wait for that, and take the figures of the time that counts."""
+        """Wait for the end of a run that was told to end; return the figures of the time that counts."""
         try:
             self.process.wait(SECONDS_TO_STOP)
         except subprocess.TimeoutExpired:
             raise TrainingFailedError(f"A run did not end within {SECONDS_TO_STOP:.0f} seconds.") from None
-        if self.process.returncode != 128 + signal.SIGTERM:
+        if self.status != 128 + signal.SIGTERM:
             raise self.failure()
         summary = json.loads(self.directory.summary.read_text())
         ends = [(self.lines[first], self.lines[last]) for first, last in self.windows]
@@ -207,7 +187,7 @@ class TrainingProcess:
             return sum(end[name] - start[name] for start, end in ends)
 
         def mean(name: str) -> float:
-            """Over the time that counts, of a metric that is a mean since the start of the run."""
+            """Return the mean, over the time that counts, of a metric that is a mean since the start of the run."""
             return sum(end[name] * end["time"] - start[name] * start["time"] for start, end in ends) / seconds
 
         seconds = gained("time")
@@ -225,23 +205,9 @@ class TrainingProcess:
             ),
         )
 
-    def signal(self, number: int) -> None:
-        """To all its processes."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended: `failure` says why
-            os.killpg(self.process.pid, number)
-
     def failure(self) -> UserError | TrainingFailedError:
-        """Why it ended, in its own words."""
-        code = self.process.returncode
-        _, found, message = self._output.read_text(errors="replace").rpartition("error: ")
-        if code == 2 and found:
-            return UserError(message.strip())
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return TrainingFailedError(f"A measured run {how}{f': {message.strip()}' if found else '.'}")
-
-    def kill(self) -> None:
-        """With its workers, if it has not ended by itself."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer holds it
-                self.process.wait(SECONDS_TO_STOP)
+        """Return the error that says why it has ended, in its own words."""
+        message = error_in(self._output)
+        if self.status == 2 and message:
+            return UserError(message)
+        return TrainingFailedError(f"A measured run {how_it_ended(self.status)}{f': {message}' if message else '.'}")

@@ -32,7 +32,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Network:
-    """Between machines, as Gloo makes use of it."""
+    """A network between machines, as Gloo makes use of it."""
 
     latency: float  # seconds that a hop takes however little it carries: a round trip, and what Gloo needs
     bandwidth: float  # bytes per second of a link
@@ -41,7 +41,7 @@ class Network:
 
 @dataclass(frozen=True)
 class MachineWork:
-    """Of one machine in one update, as measured without any other machine."""
+    """The work of one machine in one update, as measured without any other machine."""
 
     steps: float  # of its environments
     rollout_seconds: float
@@ -59,7 +59,7 @@ class MachineWork:
 
 @dataclass(frozen=True)
 class Spread:
-    """Relative standard deviations."""
+    """How much speeds differ, as relative standard deviations."""
 
     between: float = 0.0  # of the machines' mean speeds
     jitter: float = 0.0  # of one machine's pieces of work, from one to the next
@@ -68,7 +68,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Projection:
-    """Of one strategy on some machines; seconds of an update."""
+    """What one strategy gives on some machines; times are of an update."""
 
     nodes: int
     work: float
@@ -83,7 +83,7 @@ class Projection:
 
 
 def ring_seconds(nodes: int, size: float, network: Network) -> float:
-    """Of one all-reduce of `size` bytes, once all have come."""
+    """Return the time of one all-reduce of `size` bytes, once all machines have come to it."""
     if nodes == 1:
         return 0.0
     sending, latency = size / (SEGMENTS * nodes) / network.bandwidth, network.latency
@@ -91,7 +91,7 @@ def ring_seconds(nodes: int, size: float, network: Network) -> float:
 
 
 def network_from(nodes: int, small_seconds: float, size: int, seconds: float) -> Network:
-    """What explains the times of an all-reduce of next to nothing and of one of `size` bytes: ring_seconds inverted."""
+    """Return the network that explains the times of an all-reduce of nearly nothing and of one of `size` bytes."""
     hops, half = nodes - 1, seconds / 2
     latency = small_seconds / 2 / hops
     sending = (half - latency) / (SEGMENTS * hops)  # if sending takes longer than a hop of nothing
@@ -102,7 +102,7 @@ def network_from(nodes: int, small_seconds: float, size: int, seconds: float) ->
 
 @cache
 def expected_maximum(count: int) -> float:
-    """Of `count` independent standard normal variables: the integral of 1 - F^n - (1 - F)^n over the positive axis."""
+    """Return the expected maximum of standard normal variables: the integral of 1 - F^n - (1 - F)^n for x > 0."""
     if count == 1:
         return 0.0
     from scipy.integrate import quad
@@ -112,7 +112,7 @@ def expected_maximum(count: int) -> float:
 
 
 def waiting_seconds(nodes: int, seconds: float, spread: Spread) -> float:
-    """For the slowest of the machines, after so much work: jitter averages out over a longer stretch."""
+    """Return the wait for the slowest machine after so much work: jitter averages out over a longer stretch."""
     if seconds == 0:
         return 0.0
     jitter = spread.jitter * math.sqrt(spread.piece_seconds / seconds)
@@ -122,7 +122,7 @@ def waiting_seconds(nodes: int, seconds: float, spread: Spread) -> float:
 def project(
     strategy: str, nodes: int, work: MachineWork, network: Network, spread: Spread, *, sync_every: int = 8
 ) -> Projection:
-    """One strategy on so many machines. `sync_every` is local_sgd's, and that of asynchronous averages."""
+    """Project one strategy to so many machines; `sync_every` is that of local_sgd and of asynchronous averages."""
     waiting = communication = 0.0
     if nodes > 1 and strategy in IN_STEP:
         waiting = work.minibatches * waiting_seconds(nodes, work.minibatch_seconds, spread)
@@ -149,7 +149,7 @@ def _gradient_seconds(strategy: str, nodes: int, work: MachineWork, network: Net
 def updates_between_averages(
     strategy: str, nodes: int, work: MachineWork, network: Network, *, sync_every: int
 ) -> float | None:
-    """That a machine makes: as asked, and with async at least as many as the network needs for an average."""
+    """Return how many updates a machine makes between averages: with async as many as the network needs for one."""
     if strategy not in (LOCAL_SGD, ASYNCHRONOUS):
         return None
     average = ring_seconds(nodes, work.vector_bytes, network) if strategy == ASYNCHRONOUS else 0.0

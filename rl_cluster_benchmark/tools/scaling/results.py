@@ -1,26 +1,30 @@
-"""The figures of a sweep: a row for each number of workers, as a table, JSON and CSV."""
+"""The figures of a sweep: a row for each number of workers, as a table, JSON, CSV and a picture."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
+from rl_cluster_benchmark.tools.reports.plots import draw_counts_axis, open_figure, save_figure
 from rl_cluster_benchmark.tools.scaling.cases import Case
 from rl_cluster_benchmark.tools.scaling.measured_runs import Rate
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 QUIET = 0.95  # of a core for each single-threaded run; less means that something else had the rest
+TOGETHER, INDEPENDENT, IDEAL = "tab:blue", "tab:orange", "silver"
 FILES = ("scaling.json", "scaling.csv", "scaling.png")
 
 
 @dataclass(frozen=True)
 class Round:
-    """Both ways of a case, measured in turns."""
+    """A case measured once: the workers together and the independent runs, in turns."""
 
     together: Rate
     independents: list[Rate]
@@ -31,22 +35,22 @@ class Round:
 
     @property
     def of_machine(self) -> float:
-        """What the workers make of what the cores give when nobody waits for anybody."""
+        """Return what the workers make of what the cores give when nobody waits for anybody."""
         return self.together.fps / self.independent_fps
 
     @property
     def independent_cpu(self) -> float:
-        """Cores that an independent run had, on average."""
+        """Return how many cores an independent run had, on average."""
         return sum(rate.busy_cores for rate in self.independents) / len(self.independents)
 
     @property
     def of_slowest(self) -> float:
-        """The same if all kept step with the slowest independent run, each doing its own share."""
+        """Return what would be kept if all kept step with the slowest independent run, each doing its own share."""
         return min(rate.fps for rate in self.independents) * len(self.independents) / self.independent_fps
 
 
 def make_rows(cases: Sequence[Case], rounds: Sequence[Sequence[Round]]) -> list[dict[str, Any]]:
-    """Of every case that has been measured, medians over its rounds. The first case has one worker."""
+    """Return a row for every case that was measured, medians over its rounds. The first case has one worker."""
     rows: list[dict[str, Any]] = []
     for case, measured in zip(cases, rounds, strict=True):
         if not measured:
@@ -114,15 +118,12 @@ comm.        share of the time spent on summing, besides waiting for others"""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[head for head, _, _ in COLUMNS]]
-    cells += [[format(row[key], spec) for _, key, spec in COLUMNS] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    cells = [[format(row[key], spec) for _, key, spec in COLUMNS] for row in rows]
+    return "\n".join(text.table([head for head, _, _ in COLUMNS], cells))
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """The most workers, in a sentence."""
+    """Say in a sentence what the largest number of workers has reached."""
     last = rows[-1]
     return (
         f"{last['workers']} workers are {last['speedup']:.2f} times as fast as 1; {last['workers']} independent runs "
@@ -132,7 +133,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def disturbed(rows: Sequence[dict[str, Any]]) -> str | None:
-    """A word of warning when the cores were not ours alone."""
+    """Return a warning if the cores were not ours alone, else None."""
     least = min(rows, key=lambda row: row["independent_cpu"])
     if least["independent_cpu"] >= QUIET:
         return None
@@ -143,14 +144,55 @@ def disturbed(rows: Sequence[dict[str, Any]]) -> str | None:
 
 
 def write_files(folder: Path, report: dict[str, Any]) -> None:
-    """All three, whole; a sweep that goes on replaces them."""
-    from rl_cluster_benchmark.tools.scaling.scaling_plot import draw
-
-    rows = report["rows"]
+    """Write all three files whole; a sweep that goes on replaces them."""
     write_json(folder / "scaling.json", report)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [key for key in rows[0] if key != "rounds"], extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(folder / "scaling.csv", text.getvalue().encode())
-    write_atomically(folder / "scaling.png", draw(report))
+    flat = [{key: value for key, value in row.items() if key != "rounds"} for row in report["rows"]]
+    write_atomically(folder / "scaling.csv", text.as_csv(flat).encode())
+    _draw(report, folder / "scaling.png")
+
+
+def _draw(report: dict[str, Any], file: Path) -> None:
+    """Draw the picture of a scaling.json."""
+    rows = report["rows"]
+    workers = [row["workers"] for row in rows]
+    figure, axes = open_figure(1, 4, (17, 4.2))
+    speed, speedup, efficiency, time = axes[0]
+    ideal = {"color": IDEAL, "linestyle": "--", "label": "ideal"}
+
+    speed.plot(workers, [w * rows[0]["independent_fps"] for w in workers], **ideal)
+    _curves(speed, rows, "fps", "independent_fps")
+    speed.set(title="Speed", ylabel="environment steps / s")
+    speedup.plot(workers, workers, **ideal)
+    _curves(speedup, rows, "speedup", "independent_speedup")
+    speedup.set(title="Speed-up", ylabel="times one worker")
+    efficiency.axhline(100, **ideal)
+    _curves(efficiency, rows, "efficiency", "independent_efficiency", scale=100)
+    of_machine = [100 * row["of_machine"] for row in rows]
+    efficiency.plot(workers, of_machine, "s:", color="tab:green", label="together / independent")
+    efficiency.set(title="Efficiency", ylabel="%")
+    for axis in (speed, speedup, efficiency):
+        draw_counts_axis(axis, workers, "workers")
+        axis.set_ylim(bottom=0)
+    _bars(time, rows)
+    envs = f"{rows[0]['num_envs']} environments" + (" per worker" if report["scaling"] == "weak" else " in all")
+    figure.suptitle(f"{report['algorithm']} on {report['env']}, {envs} ({report['cpu_model']})")
+    save_figure(figure, file)
+
+
+def _curves(axis: Axes, rows: list[dict[str, Any]], together: str, independent: str, scale: float = 1) -> None:
+    workers = [row["workers"] for row in rows]
+    axis.plot(workers, [scale * row[independent] for row in rows], "o-", color=INDEPENDENT, label="independent runs")
+    axis.plot(workers, [scale * row[together] for row in rows], "o-", color=TOGETHER, label="workers together")
+
+
+def _bars(axis: Axes, rows: list[dict[str, Any]]) -> None:
+    """Draw where the workers' time goes, from the last round of each."""
+    places = range(len(rows))
+    bottom = [0.0] * len(rows)
+    for phase in rows[0]["rounds"][-1]["phase_shares"]:
+        heights = [100 * row["rounds"][-1]["phase_shares"][phase] for row in rows]
+        axis.bar(places, heights, bottom=bottom, label=phase)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    axis.set_xticks(list(places), [str(row["workers"]) for row in rows])
+    axis.set(title="Time of the workers", xlabel="workers", ylabel="%", ylim=(0, 100))
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)

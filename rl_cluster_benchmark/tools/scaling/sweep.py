@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.core.atomic_files import remove_leftovers
-from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.core.text import timestamp
 from rl_cluster_benchmark.machine import detection
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, lock_directory
+from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.tools.scaling import results
 from rl_cluster_benchmark.tools.scaling.cases import Case, choose_counts, make_cases
 from rl_cluster_benchmark.tools.scaling.measured_runs import measure_in_turns
 from rl_cluster_benchmark.tools.scaling.results import Round
+from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
 
-RUNS_PREFIX = ".scaling-runs-"
 COPIED_FROM_RUN = ("algorithm", "env", "precision", "engine", "cpu_model", "git_commit", "versions")
 
 
@@ -39,23 +35,22 @@ class SweepSettings:
 
 
 def scaling(config: Config, settings: SweepSettings, signals: Signals) -> int:
-    """Measure, print, write; returns the exit status."""
+    """Measure, print, write; return the exit status."""
     machine = detection.detect()
     counts, skipped = choose_counts(settings.workers, machine)
     sweep = Sweep(config, settings, signals, make_cases(config, counts, settings.envs_per_worker, machine))
-    lock = claim(settings.output_dir, results.FILES, overwrite=settings.overwrite)
-    try:
+    with results_folder(settings.output_dir, results.FILES, overwrite=settings.overwrite, what="a sweep") as folder:
         print("\n".join(_header(config, sweep.cases, settings)), flush=True)
         if skipped:
             print(
                 f"Skipped, for there are {machine.usable_cores} usable cores: {_listed(skipped)} workers.", flush=True
             )
-        with runs_folder(settings.output_dir) as folder, contextlib.suppress(KeyboardInterrupt):
-            sweep.measure(folder)
-    finally:
-        sweep.show()
-        os.close(lock)
-    return 0 if signals.received is None else 128 + signals.received
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                sweep.measure(folder)
+        finally:
+            sweep.show()
+    return signals.status
 
 
 @dataclass
@@ -70,7 +65,7 @@ class Sweep:
         self.rounds = [[] for _ in self.cases]
 
     def measure(self, folder: Path) -> None:
-        """Every case in every round. What is finished is on the disk at once, however the sweep ends."""
+        """Measure every case in every round. What is finished is on the disk at once, however the sweep ends."""
         for repeat in range(self.settings.repeats):
             for case, measured in zip(self.cases, self.rounds, strict=True):
                 measured.append(self._measure(case, folder, reverse=repeat % 2 == 1))
@@ -79,20 +74,18 @@ class Sweep:
                 results.write_files(self.settings.output_dir, self._record())
 
     def _measure(self, case: Case, folder: Path, *, reverse: bool) -> Round:
-        """Every other round begins with the independent runs, so that a drift of the machine favours neither way."""
+        """Measure a case; in every other round the independent runs begin, so that a drift favours neither way."""
         all_cores = [set(case.cores)]  # it pins its workers itself
         together = ([case.together], all_cores, folder / "together")
         independent = (case.independents, case.core_sets(), folder / "independent")
         ways = [independent, together] if reverse else [together, independent]
-        rates = measure_in_turns(
-            ways, seconds=self.settings.seconds, interrupted=lambda: self.signals.received is not None
-        )
+        rates = measure_in_turns(ways, seconds=self.settings.seconds, interrupted=self.signals.has_come)
         for _, _, place in ways:
             shutil.rmtree(place)
         return Round(rates[reverse][0], rates[not reverse])
 
     def show(self) -> None:
-        """What has been measured, if anything has."""
+        """Print what has been measured, if anything has."""
         if rows := results.make_rows(self.cases, self.rounds):
             notes = [results.verdict(rows)]
             if warning := results.disturbed(rows):
@@ -110,35 +103,14 @@ class Sweep:
             "pinned": self.cases[0].pinned,
             "seconds": self.settings.seconds,
             "repeats": self.settings.repeats,
-            "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "finished_at": timestamp(),
             "rows": results.make_rows(self.cases, self.rounds),
             "config": config_files.to_dict(self.config),
         }
 
 
-def claim(output_dir: Path, files: Sequence[str], *, overwrite: bool, what: str = "a sweep") -> int:
-    """Lock the output directory; returns the lock, to be held open. Older results stay until there are new ones."""
-    lock = lock_directory(output_dir)
-    if not overwrite and any((output_dir / name).exists() for name in files):
-        os.close(lock)
-        raise UserError(
-            f"{output_dir} already holds {what}; add --overwrite to replace it, or choose another --output-dir."
-        )
-    return lock
-
-
-@contextlib.contextmanager
-def runs_folder(output_dir: Path) -> Iterator[Path]:
-    """For the runs' own files, gone afterwards; what a killed sweep left is removed too."""
-    remove_leftovers(output_dir)
-    for leftover in output_dir.glob(f"{RUNS_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=RUNS_PREFIX, dir=output_dir, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
 def _header(config: Config, cases: Sequence[Case], settings: SweepSettings) -> list[str]:
-    machine, first = detection.detect(), cases[0]
+    first = cases[0]
     if settings.envs_per_worker is None:
         kind = f"strong: {first.num_envs} environments in all, shared by the workers; the same learning problem for all"
     else:
@@ -148,7 +120,7 @@ def _header(config: Config, cases: Sequence[Case], settings: SweepSettings) -> l
     return [
         f"Scaling of {ALGORITHM_NAMES[config.algorithm]} on {config.env.name}: "
         f"{_listed([case.workers for case in cases])} workers, {pinned}",
-        f"CPU: {machine.cpu_model} ({machine.usable_cores} of {machine.logical_cores} logical cores usable)",
+        f"CPU: {detection.detect()}",
         f"Kind: {kind}",
         f"For each: all workers together, and as many independent runs side by side, in turns; {settings.seconds:g} s "
         f"(at least an update) after the first update{times}",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically
+from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_own
 from rl_cluster_benchmark.tools.reports.plots import open_figure, save_figure
 from rl_cluster_benchmark.tools.search.sampling import FEWEST_FOR_IMPORTANCES, TOP, importances
 from rl_cluster_benchmark.tools.search.search_space import SearchSpace
@@ -19,6 +19,14 @@ from rl_cluster_benchmark.tools.search.study import Study, Trial
 BEST, CSV, HISTORY, IMPORTANCES = "best.yaml", "trials.csv", "history.png", "importances.png"
 ROWS = 20  # of the table on the screen; the CSV has all
 LONGEST_REASON = 80
+TITLE = "of `rlcb search`: score"
+MARKS = {BEST: TITLE.encode(), CSV: b"trial,state,score,", HISTORY: MARK_OF_PLOTS, IMPORTANCES: MARK_OF_PLOTS}
+
+
+def check_replaceable(directory: Path) -> None:
+    """Refuse a directory where the results would replace a file that this program has not written."""
+    for name, mark in MARKS.items():
+        check_own(directory / name, mark, "move it away, or choose another --output-dir")
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
@@ -46,7 +54,7 @@ def sentence(trial: Trial, space: SearchSpace) -> str:
 
 
 def write(study: Study) -> list[str]:
-    """Write all files; returns the lines to print: the table, what was written. The caller holds the study's lock."""
+    """Write all files; return the lines to print: the table, what was written. The caller holds the study's lock."""
     trials = study.trials()
     done = [trial for trial in trials if trial.state != "running"]
     if not done:
@@ -69,42 +77,56 @@ def write(study: Study) -> list[str]:
         lines.append(
             f"{others} trial{' has' if others == 1 else 's have'} not ended: in hand elsewhere, or left unfinished."
         )
-    if BEST not in names:
+    if not any(trial.state == "complete" for trial in trials):
         lines.append(f"No trial has come to its end: there is no {BEST}.")
+    elif BEST not in names:
+        lines.append(f"{BEST} was edited and stays as it is: its trial is still the best.")
     return [*lines, f"Saved {', '.join(str(study.directory / name) for name in names)}"]
 
 
 def write_tables(study: Study) -> list[str]:
-    """Write trials.csv and, once there is one, the best config; returns their names. The caller holds the lock."""
+    """Write trials.csv and, once there is one, the best config; return their names. The caller holds the lock."""
     trials = study.trials()
     write_atomically(study.directory / CSV, as_csv(study.space, trials).encode())
     best = next((trial for trial in ranked(trials) if trial.state == "complete"), None)
     if best is None:
         return [CSV]
+    config = configs.to_yaml(study.space.config_of(best.params))
+    title = f"# Trial {best.number} {TITLE} {best.score:.4f}, the best of "
+    if _was_edited(study.directory / BEST, title, config):
+        return [CSV]
     lines = [
-        f"# Trial {best.number} of `rlcb search`: score {best.score:.4f}, the best of "
-        f"{sum(trial.state == 'complete' for trial in trials)} trials that came to their end.",
+        f"{title}{sum(trial.state == 'complete' for trial in trials)} trials that came to their end.",
         f"# Mean returns: {', '.join(f'{name} {value:.2f}' for name, value in best.returns.items())}.",
         "# To train with it on another game: rlcb train --config FILE --env GAME --seed N --output-dir DIR",
     ]
-    config = configs.to_yaml(study.space.config_of(best.params))
     write_atomically(study.directory / BEST, ("\n".join(lines) + "\n" + config).encode())
     return [BEST, CSV]
 
 
+def _was_edited(file: Path, title: str, config: str) -> bool:
+    """Return whether the file is of the same trial, and somebody has changed its config."""
+    there = file.read_text(errors="replace") if file.is_file() else ""
+    return there.startswith(title) and not there.endswith(f"\n{config}")
+
+
 def as_csv(space: SearchSpace, trials: Sequence[Trial]) -> str:
     """Return all trials, best first: state, score, score at each rung, mean return of each run, parameters."""
-    rungs, runs = [rung.at for rung in space.prune], list(space.runs())
-    output = io.StringIO()
-    writer = csv.writer(output, lineterminator="\n")
-    head = ["trial", "state", "score", *(f"score_at_{at}" for at in rungs), *(f"return_{name}" for name in runs)]
-    writer.writerow([*head, "seconds", "is_candidate", *space.space, "reason"])
-    for trial in ranked(trials):
-        values = [trial.score, *(trial.rungs.get(at) for at in rungs), *(trial.returns.get(name) for name in runs)]
-        settings = [_csv_value(trial.params[key]) if key in trial.params else "" for key in space.space]
-        seconds = f"{trial.seconds:.1f}"
-        writer.writerow([trial.number, trial.state, *values, seconds, trial.is_candidate, *settings, trial.reason])
-    return output.getvalue()
+    rows = [
+        {
+            "trial": trial.number,
+            "state": trial.state,
+            "score": trial.score,
+            **{f"score_at_{rung.at}": trial.rungs.get(rung.at) for rung in space.prune},
+            **{f"return_{name}": trial.returns.get(name) for name in space.runs()},
+            "seconds": f"{trial.seconds:.1f}",
+            "is_candidate": trial.is_candidate,
+            **{key: _csv_value(trial.params[key]) if key in trial.params else "" for key in space.space},
+            "reason": trial.reason,
+        }
+        for trial in ranked(trials)
+    ]
+    return text.as_csv(rows)
 
 
 def _csv_value(value: Any) -> Any:

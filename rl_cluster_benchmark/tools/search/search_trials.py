@@ -1,25 +1,31 @@
-"""One trial in hand: its runs train side by side, are judged together at every rung, and end together."""
+"""One running trial: its runs train side by side, are judged together at every rung, and end together.
+
+A run is judged by the mean return over a stretch of its log; trials are stopped by successive halving.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.processes.child_process import ChildProcess, reason_of_failure, rlcb
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.tools.analysis.runs import is_running
-from rl_cluster_benchmark.tools.benchmark.cell_processes import Child, reason_in
+from rl_cluster_benchmark.tools.analysis.series import GrowingLog
 from rl_cluster_benchmark.tools.benchmark.removal import log_of, remove_cells, runs_locked
-from rl_cluster_benchmark.tools.search.score import Log, is_stopped
+from rl_cluster_benchmark.tools.search.search_space import Rung
 from rl_cluster_benchmark.tools.search.study import SETTINGS, Study, TrialClaim
 
 SECONDS_BETWEEN_READINGS = 1.0
 
 
-class TrialInHand:
+class RunningTrial:
     """A claimed trial. `look` is called again and again until it returns True: then the trial has ended and is saved.
 
     `shares` are the cores of each of its runs; None leaves the cores to the system.
@@ -31,7 +37,7 @@ class TrialInHand:
         self.study, self.claim, self.trial, self.shares, self._say = study, claim, claim.trial, shares, say
         self.folder = study.folder(self.trial.number)
         self.runs = {name: self.folder / name for name in study.space.runs()}
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ChildProcess] = {}
         self._logs: dict[str, Log] = {}
         self._started = time.monotonic()
         self._next_reading = 0.0
@@ -39,7 +45,7 @@ class TrialInHand:
         self._end: tuple[str, str | None] | None = None  # state and reason, once that is decided
 
     def look(self) -> bool:
-        """Go on with what is to be done for the trial; returns whether it has ended."""
+        """Go on with what is to be done for the trial; return whether it has ended."""
         if not self._children and self._end is None:
             if any(is_running(run) for run in self.runs.values()):
                 if not self._was_waiting:
@@ -96,8 +102,8 @@ class TrialInHand:
         write_atomically(settings, configs.to_yaml(config).encode())
         for (name, (game, seed)), cores in zip(self.study.space.runs().items(), self.shares, strict=True):
             place = self.runs[name]
-            call = ["train", "--config", str(settings), "--env", game, "--seed", str(seed), "--output-dir", str(place)]
-            self._children[name] = Child(call, log_of(place), cores)
+            call = rlcb("train", "--config", settings, "--env", game, "--seed", seed, "--output-dir", place)
+            self._children[name] = ChildProcess(call, output=log_of(place), cores=cores)
             here = config.model_copy(update={"output_dir": str(place)})
             self._logs[name] = Log(RunDirectory.of(here).metrics_log)
 
@@ -106,7 +112,7 @@ class TrialInHand:
         self.ask_to_end()
 
     def _fail(self, failed: Sequence[str]) -> None:
-        """End a trial of which a run has failed, unless all its runs can still be judged at the next rung.
+        """End a trial that has a failed run, unless all its runs can still be judged at the next rung.
 
         So whether a trial counts as stopped or as failed does not depend on when its runs are looked at.
         """
@@ -114,7 +120,8 @@ class TrialInHand:
         for name in failed:
             points = self._logs[name].points
             if not rungs or not points or points[-1].step < rungs[0].at:
-                self._decide("failed", f"{name}: {reason_in(log_of(self.runs[name]), self._children[name].status)}")
+                reason = reason_of_failure(log_of(self.runs[name]), self._children[name].status)
+                self._decide("failed", f"{name}: {reason}")
                 return
 
     def _judge(self) -> None:
@@ -141,7 +148,7 @@ class TrialInHand:
                 return
 
     def _finish(self) -> None:
-        """All runs have come to their end: the trial gets its score."""
+        """Give the trial its score when all its runs have come to their end."""
         last_steps = self.study.space.score.last_steps
         for name, log in self._logs.items():
             value = log.mean_return(last_steps)
@@ -154,3 +161,51 @@ class TrialInHand:
 
     def _no_episode(self, name: str, at: int) -> str:
         return f"{name}: no episode ended in the {self.study.space.score.last_steps:,} steps before {at:,}"
+
+
+class Point(NamedTuple):
+    """A line of a run's log: counts since the start of the run."""
+
+    step: float
+    episodes: float
+    return_sum: float
+
+
+class Log:
+    """The returns in the log of a run that is going on."""
+
+    def __init__(self, path: Path) -> None:
+        self.points: list[Point] = []
+        self._log = GrowingLog(path)
+
+    def read(self) -> None:
+        """Take in the lines that were written since the last call."""
+        for line in self._log.new_lines():
+            if "charts/return_sum" in line:  # it is left out when it is infinite
+                self.points.append(Point(line["step"], line["charts/episodes"], line["charts/return_sum"]))
+
+    def mean_return(self, last_steps: int, at: int | None = None) -> float | None:
+        """Return the mean return of the episodes that ended in the last steps before `at`; by default, before the end.
+
+        The log has a line for every update or so. The stretch therefore ends with the first line at or after `at`, and
+        begins with the last line that is at least `last_steps` before that one. None: no episode ended there.
+        """
+        if not self.points or (at is not None and self.points[-1].step < at):
+            return None
+        end = self.points[-1] if at is None else next(point for point in self.points if point.step >= at)
+        earlier = [point for point in self.points if point.step <= end.step - last_steps]
+        start = earlier[-1] if earlier else Point(0, 0, 0)
+        episodes = end.episodes - start.episodes
+        return (end.return_sum - start.return_sum) / episodes if episodes else None
+
+
+def is_stopped(rung: Rung, value: float, others: Sequence[float]) -> bool:
+    """Return whether a trial ends at this rung, with what the trials that reached it before had there.
+
+    It goes on while fewer than `rung.after` have been there, and if it is among the best: of n trials, this one
+    included, the best (1 - stop) n, rounded up. Equal values all go on.
+    """
+    if len(others) < rung.after:
+        return False
+    kept = math.ceil((1 - rung.stop) * (len(others) + 1) - 1e-9)
+    return sum(other > value for other in others) >= kept

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
+from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.tools.search import search_report
 from rl_cluster_benchmark.tools.search.sampling import require_optuna, suggest
-from rl_cluster_benchmark.tools.search.search_progress import SearchProgress
 from rl_cluster_benchmark.tools.search.search_space import SearchSpace
-from rl_cluster_benchmark.tools.search.search_trials import TrialInHand
-from rl_cluster_benchmark.tools.search.study import Study
+from rl_cluster_benchmark.tools.search.search_trials import RunningTrial
+from rl_cluster_benchmark.tools.search.study import Study, Trial
 
 SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_BETWEEN_READINGS_OF_OTHERS = 10.0  # of what other processes have done
 FAILURES_AT_THE_START = 5  # in a row, after which a search ends
 SAMPLES = 20  # of the space, of which one at least must be a config
 
@@ -32,10 +37,11 @@ class SearchSettings:
 
 
 def search(space: SearchSpace | None, settings: SearchSettings, signals: Signals) -> int:
-    """Work on the study in the directory until it has its trials or the time is over; returns the exit status."""
+    """Work on the study in the directory until it has its trials or the time is over; return the exit status."""
     require_optuna()
     if space is not None:
         check_buildable(space)
+    search_report.check_replaceable(settings.directory)
     study = Study.open(settings.directory, space)
     course = SearchRun(study, settings, signals)
     try:
@@ -45,10 +51,10 @@ def search(space: SearchSpace | None, settings: SearchSettings, signals: Signals
     with study.locked():
         lines = search_report.write(study)
     print("\n".join(lines), flush=True)
-    if signals.received is not None:
+    if signals.has_come():
         where = shlex.quote(str(settings.directory))
         print(f"Interrupted. The same command goes on, or: rlcb search --output-dir {where}{_limits(settings)}")
-        return 128 + signals.received
+        return signals.status
     if course.failed_at_the_start is not None:
         raise TrainingFailedError(
             f"The first {FAILURES_AT_THE_START} trials failed, and the search has ended; the last one: "
@@ -93,33 +99,33 @@ class SearchRun:
         runs = len(study.space.runs())
         shares = core_shares(settings.jobs * runs)
         self._free = [shares[job * runs : (job + 1) * runs] for job in range(settings.jobs)]
-        self.in_hand: list[TrialInHand] = []
+        self.running: list[RunningTrial] = []
         self._failures: list[str] = []  # of this call
         self.failed_at_the_start: str | None = None
 
     def work(self) -> None:
         """Train trials until there are enough, the time is over, the first ones all fail, or somebody asks to end."""
-        while self.signals.received is None and self.failed_at_the_start is None:
+        while not self.signals.has_come() and self.failed_at_the_start is None:
             self._begin_trials()
-            if not self.in_hand:
+            if not self.running:
                 return
-            for hand in list(self.in_hand):
-                if self.signals.received is None and hand.look():
-                    self._ended(hand)
-            self.progress.show(self.study.trials, [hand.fraction() for hand in self.in_hand])
+            for trial in list(self.running):
+                if not self.signals.has_come() and trial.look():
+                    self._ended(trial)
+            self.progress.show(self.study.trials, [trial.fraction() for trial in self.running])
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def end(self) -> None:
-        """End what is in hand, in good order; these trials are trained anew by whoever takes them next."""
-        for hand in self.in_hand:
-            hand.ask_to_end()
+        """End what is running, in good order; these trials are trained anew by whoever takes them next."""
+        for trial in self.running:
+            trial.ask_to_end()
         try:
-            while not all(hand.has_ended() for hand in self.in_hand):
+            while not all(trial.has_ended() for trial in self.running):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
         finally:
-            for hand in self.in_hand:
-                hand.kill()
-                hand.claim.release()
+            for trial in self.running:
+                trial.kill()
+                trial.claim.release()
             self.progress.close()
 
     def _begin_trials(self) -> None:
@@ -129,19 +135,19 @@ class SearchRun:
                 return
             again = ", which was left unfinished, anew" if claim.was_left else ""
             self.progress.say(f"Trial {claim.trial.number}{again}: {search_report.settings_of(claim.trial)}")
-            self.in_hand.append(TrialInHand(self.study, claim, self._free.pop(), self.progress.say))
+            self.running.append(RunningTrial(self.study, claim, self._free.pop(), self.progress.say))
 
-    def _ended(self, hand: TrialInHand) -> None:
-        self.in_hand.remove(hand)
-        self._free.append(list(hand.shares))
-        hand.claim.release()
+    def _ended(self, ended: RunningTrial) -> None:
+        self.running.remove(ended)
+        self._free.append(list(ended.shares))
+        ended.claim.release()
         trials = self.study.trials()
-        self.progress.say(search_report.sentence(hand.trial, self.study.space))
+        self.progress.say(search_report.sentence(ended.trial, self.study.space))
         self.progress.update(trials)
         with self.study.locked():
             search_report.write_tables(self.study)
-        if hand.trial.state == "failed":
-            self._failures.append(hand.trial.reason or "")
+        if ended.trial.state == "failed":
+            self._failures.append(ended.trial.reason or "")
         some_worked = any(trial.state in ("complete", "pruned") for trial in trials)
         if len(self._failures) >= FAILURES_AT_THE_START and not some_worked:
             self.failed_at_the_start = self._failures[-1]
@@ -152,3 +158,70 @@ class SearchRun:
             return True
         longest = max((trial.seconds for trial in self.progress.trials), default=0.0)
         return time.monotonic() - self.started + longest <= self.settings.seconds
+
+
+class SearchProgress:
+    """A bar on a terminal, a plain line for each trial elsewhere: trials done, the best so far, the time left.
+
+    `limit` and `seconds` end the search, if they are given.
+    """
+
+    def __init__(self, trials: Sequence[Trial], limit: int | None, seconds: float | None, jobs: int) -> None:
+        self.limit, self.seconds, self.jobs = limit, seconds, jobs
+        self.started = self._looked = time.monotonic()
+        self._bar: tqdm | None = None
+        if sys.stderr is not None and sys.stderr.isatty():
+            form = "{desc}{percentage:3.0f}%|{bar}|{postfix}" if limit is not None else "{desc}{postfix}"
+            self._bar = tqdm(total=limit, bar_format=form, dynamic_ncols=True, desc="Search")
+        self.update(trials)
+
+    def update(self, trials: Sequence[Trial], fractions: Sequence[float] = ()) -> None:
+        """Take in how the trials stand; `fractions` tells how much of those in hand is done."""
+        self.trials = list(trials)
+        if self._bar is not None:
+            done = sum(trial.state != "running" for trial in trials)
+            self._bar.n = min(done + sum(fractions), self.limit) if self.limit is not None else done
+            self._bar.set_postfix_str(self.status(fractions))
+
+    def show(self, trials: Callable[[], Sequence[Trial]], fractions: Sequence[float]) -> None:
+        """Draw the bar again now and then."""
+        if self._bar is not None and time.monotonic() - self._looked >= SECONDS_BETWEEN_READINGS_OF_OTHERS:
+            self._looked = time.monotonic()
+            self.update(trials(), fractions)
+
+    def say(self, line: str) -> None:
+        """Print a line about a trial, above the bar if there is one."""
+        with contextlib.suppress(OSError, ValueError):  # the reader of our output is gone; the search goes on
+            if self._bar is not None:
+                self._bar.write(line)
+            else:
+                print(line, flush=True)
+
+    def status(self, fractions: Sequence[float] = ()) -> str:
+        done = sum(trial.state != "running" for trial in self.trials)
+        of = f" of {self.limit}" if self.limit is not None else ""
+        best = max((trial for trial in self.trials if trial.score is not None), key=_score, default=None)
+        parts = [f"{done}{of} trials done"]
+        parts.append(f"best {best.score:.3f} (trial {best.number})" if best is not None else "no score yet")
+        left = self.seconds_left(done + sum(fractions))
+        if left:
+            parts.append(f"about {text.duration(left)} left")
+        return ", ".join(parts)
+
+    def seconds_left(self, done: float) -> float | None:
+        """Return the time until the trials are done, from what those before took, or until the budget is over."""
+        left = []
+        taken = [trial.seconds for trial in self.trials if trial.state in ("complete", "pruned")]
+        if self.limit is not None and taken:
+            left.append(max(0.0, self.limit - done) * sum(taken) / len(taken) / self.jobs)
+        if self.seconds is not None:
+            left.append(max(0.0, self.seconds - (time.monotonic() - self.started)))
+        return min(left) if left else None
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _score(trial: Trial) -> float:
+    return trial.score if trial.score is not None else float("-inf")

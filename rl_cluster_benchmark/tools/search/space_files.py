@@ -234,7 +234,7 @@ def _check_values(key: str, parameter: Parameter, allowed: str) -> None:
 
 
 def _check_condition(key: str, parameter: Parameter, above: dict[str, Parameter]) -> None:
-    """A condition names keys above it that have choices, and some of these choices."""
+    """Check that a condition names keys above it that have choices, and some of these choices."""
     conditions: dict[str, Any] = {}
     for given, values in parameter.when.items():
         other = configs.home_of(given)

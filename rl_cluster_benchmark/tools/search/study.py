@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from rl_cluster_benchmark.core.atomic_files import remove_leftovers, write_atomically
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.core.output_files import cannot_write_to
 from rl_cluster_benchmark.run.directory import LOCK, lock_file
 from rl_cluster_benchmark.tools.analysis.run_files import first_problem
 from rl_cluster_benchmark.tools.analysis.runs import is_run, is_running
@@ -64,6 +65,8 @@ class TrialClaim:
 
 
 class Study:
+    """A search in a directory, which several processes may work on."""
+
     def __init__(self, directory: Path, space: SearchSpace) -> None:
         self.directory, self.space = directory, space
 
@@ -75,7 +78,7 @@ class Study:
             if not file.is_file():
                 raise UserError(f"There is no search in {directory} to go on with; add --space FILE to begin one.")
             return cls(directory, space_files.load(file))
-        if is_run(directory):
+        if is_run(directory) or (directory / "config.yaml").exists():
             raise UserError(f"{directory} holds a run; choose another --output-dir.")
         study = cls(directory, space)
         with study.locked():
@@ -101,9 +104,7 @@ class Study:
         try:
             lock = lock_file(self.directory / STUDY_LOCK, patience=PATIENCE)
         except OSError as error:
-            raise UserError(
-                f"Cannot write to {self.directory} ({error.strerror}); choose another --output-dir."
-            ) from None
+            raise cannot_write_to(self.directory, error) from None
         if lock is None:
             raise UserError(
                 f"Another process has held {self.directory / STUDY_LOCK} for {PATIENCE:.0f} seconds; end it."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Interrupted, Signals
 from rl_cluster_benchmark.machine import detection, process
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
-from rl_cluster_benchmark.tools.scaling.sweep import claim, runs_folder
+from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
 from rl_cluster_benchmark.tools.tune import tuning_report
 from rl_cluster_benchmark.tools.tune.tuning_search import choose, of_best, search, sweep
 from rl_cluster_benchmark.tools.tune.tuning_space import KEYS, TuningSetting, TuningSpace, resolve_envs, value_of
@@ -38,34 +37,30 @@ class TuningSettings:
 
 
 def tune(config: Config, settings: TuningSettings, signals: Signals) -> int:
-    """Search, print, write; returns the exit status."""
+    """Search, print and write; return the exit status."""
     started = time.monotonic()
     try:
         space = make_space(config, settings, signals.check)
     except Interrupted:
         print("Interrupted before anything was measured: no file is written.", flush=True)
-        return 128 + (signals.received or 0)
+        return signals.status
     files = (tuning_report.YAML, tuning_report.JSON)
-    lock = claim(settings.output_dir, files, overwrite=settings.overwrite, what="a tuned config")
-    try:
+    with results_folder(settings.output_dir, files, overwrite=settings.overwrite, what="a tuned config") as folder:
         print("\n".join(_header(space, settings)), flush=True)
-        with runs_folder(settings.output_dir) as folder:
-            trials = Trials(
-                space, folder, seconds=settings.seconds, deadline=started + settings.budget - ENDING_SECONDS,
-                interrupted=lambda: signals.received is not None,
-            )  # fmt: skip
-            course = TuningRun(space, settings, trials, started)
-            with contextlib.suppress(KeyboardInterrupt):
-                course.search()
-                if settings.exhaustive:
-                    course.check()
-        if signals.received is not None and course.chosen is None:
+        trials = Trials(
+            space, folder, seconds=settings.seconds, deadline=started + settings.budget - ENDING_SECONDS,
+            interrupted=signals.has_come,
+        )  # fmt: skip
+        course = TuningRun(space, settings, trials, started)
+        with contextlib.suppress(KeyboardInterrupt):
+            course.search()
+            if settings.exhaustive:
+                course.check()
+        if signals.has_come() and course.chosen is None:
             print("Interrupted before anything was measured: no file is written.", flush=True)
         else:
             course.show()
-    finally:
-        os.close(lock)
-    return 0 if signals.received is None else 128 + signals.received
+    return signals.status
 
 
 def make_space(config: Config, settings: TuningSettings, look: Callable[[], None] = lambda: None) -> TuningSpace:
@@ -88,6 +83,8 @@ def make_space(config: Config, settings: TuningSettings, look: Callable[[], None
 
 
 class TuningRun:
+    """A search for the fastest setting, and what it has found so far."""
+
     def __init__(self, space: TuningSpace, settings: TuningSettings, trials: Trials, started: float) -> None:
         self.space, self.settings, self.trials, self.started = space, settings, trials, started
         self.checked: dict[str, Any] = {}
@@ -115,15 +112,15 @@ class TuningRun:
             f"\nThe search chose: {tuning_report.name(self.choice)}. Now all {count} settings, to check it:", flush=True
         )
         self.trials.deadline = math.inf
-        duel = sweep(self.space, self.trials, self._say, self.choice)
-        share = of_best(duel, self.choice)
+        in_turns = sweep(self.space, self.trials, self._say, self.choice)
+        share = of_best(in_turns, self.choice)
         self.checked |= {
             "choice_of_best": share,
-            "duel": {tuning_report.name(setting): speeds for setting, speeds in duel.items()},
+            "duel": {tuning_report.name(setting): speeds for setting, speeds in in_turns.items()},
         }
 
     def show(self) -> None:
-        """What has been measured, if anything has."""
+        """Print and write what has been measured, if anything has."""
         tried = list(self.trials.tried.values())
         chosen = self.trials.tried[self.choice] if self.choice is not None else self.chosen
         if chosen is None:
@@ -153,13 +150,13 @@ class TuningRun:
 
 
 def _header(space: TuningSpace, settings: TuningSettings) -> list[str]:
-    config, machine = space.config, detection.detect()
+    config = space.config
     steps = short_updates(config).training.n_steps
     shorter = f"; rollouts of {steps} steps instead of {config.training.n_steps}, the same minibatches"
     return [
         f"Tuning {ALGORITHM_NAMES[config.algorithm]} on {config.env.name}: {len(space.settings)} settings, "
         f"{settings.budget:g} s" + (", then all of them" if settings.exhaustive else ""),
-        f"CPU: {machine.cpu_model} ({machine.usable_cores} of {machine.logical_cores} logical cores usable)",
+        f"CPU: {detection.detect()}",
         f"Each trial: {settings.seconds:g} s (at least an update) after the first update"
         + (shorter if steps != config.training.n_steps else ""),
         f"As it is: {tuning_report.name(space.default)}",

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
-from rl_cluster_benchmark.core.text import NOTHING, table
+from rl_cluster_benchmark.core.text import NOTHING, table, timestamp
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.run.summary import code
@@ -28,7 +28,7 @@ policy lag  gradient steps between the weights that acted and those that learned
 
 
 def name(setting: TuningSetting) -> str:
-    """A setting in a few words."""
+    """Return a setting in a few words."""
     layout = setting.layout
     if layout.mode == "sequential":
         who = f"one process x {_count(layout.threads, 'thread')}"
@@ -46,7 +46,7 @@ def _count(number: int, what: str) -> str:
 
 
 def result_table(space: TuningSpace, tried: Sequence[TuningTrial], chosen: TuningSetting | None) -> list[str]:
-    """The fastest first."""
+    """Return the table of the trials, the fastest first."""
     own = next((trial.fps for trial in tried if trial.setting == space.default), 0.0)
     is_impala = any(trial.setting.layout.learners for trial in tried)
     who = "actors+learners" if is_impala else "workers"
@@ -56,7 +56,7 @@ def result_table(space: TuningSpace, tried: Sequence[TuningTrial], chosen: Tunin
     for place, trial in enumerate(sorted(tried, key=lambda trial: -trial.fps)[:ROWS], start=1):
         setting, layout = trial.setting, trial.setting.layout
         last = _lag(trial) if is_impala else NOTHING if setting.balance is None else f"{setting.balance:g}"
-        crew = f"{layout.workers}+{layout.learners}" if layout.learners else str(layout.workers)
+        who_works = f"{layout.workers}+{layout.learners}" if layout.learners else str(layout.workers)
         marks = [
             "chosen" if setting == chosen else "",
             "as it is" if setting == space.default else "",
@@ -70,8 +70,8 @@ def result_table(space: TuningSpace, tried: Sequence[TuningTrial], chosen: Tunin
                 f"{trial.spread:.1%}" if len(trial.rates) > 1 else NOTHING,
                 str(len(trial.rates)),
                 f"{trial.fps / own:.2f}" if own and trial.rates else NOTHING,
-                crew, str(layout.threads), f"{layout.num_envs / layout.workers:g}", setting.precision, setting.engine,
-                str(setting.micro_batch), last, ", ".join(filter(None, marks)),
+                who_works, str(layout.threads), f"{layout.num_envs / layout.workers:g}", setting.precision,
+                setting.engine, str(setting.micro_batch), last, ", ".join(filter(None, marks)),
             ]
         )  # fmt: skip
     return table([*head, ""], rows)
@@ -83,7 +83,7 @@ def _lag(trial: TuningTrial) -> str:
 
 
 def what_it_brings(space: TuningSpace, tried: Sequence[TuningTrial], chosen: TuningTrial) -> list[str]:
-    """For each group the best of what was tried instead, all else equal."""
+    """Compare the choice, for each group, with the best of what was tried instead, all else equal."""
     lines = []
     for group in GROUPS:
         variants = set(space.variants(chosen.setting, group))
@@ -153,7 +153,7 @@ def record(
         "cpu_model": machine.cpu_model,
         "usable_cores": machine.usable_cores,
         **code(),
-        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "finished_at": timestamp(),
         "settings_in_space": len(space.settings),
         "chosen": name(chosen.setting) if chosen else None,
         "as_it_is": name(space.default),

@@ -18,7 +18,7 @@ NEAR = 0.85  # of the best one's speed: what is slower is not looked at again
 WIDTHS = (1, 2, 3)  # of the best so far, whose neighbours are tried
 FINALS = (5, 4, 3, 2)  # how many of the best take part in each further round
 ALIKE = 0.01  # settings that differ by less are equal: the one nearest to the config is taken
-DUEL_ROUNDS, RIVALS = 3, 2
+ROUNDS_IN_TURNS, RIVALS = 3, 2
 
 
 class Runner(Protocol):
@@ -30,7 +30,7 @@ class Runner(Protocol):
 
 
 def search(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None], *, finals_at: float) -> None:
-    """Ends when all is done or the time is up; `finals_at` is when the final rounds begin at the latest.
+    """Try settings until all is done or the time is up; `finals_at` is when the final rounds begin at the latest.
 
     What they leave of the time goes to settings that there was no time for before.
     """
@@ -57,7 +57,7 @@ def _explore(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], No
 
 
 def _finals(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None]) -> None:
-    """The best few again, and the config as it is, in turns; in each round fewer."""
+    """Measure the best few again, and the config as it is, in turns; in each round fewer."""
     for number, size in enumerate(FINALS):
         finalists = [trial.setting for trial in fastest(trials, size)]
         if len(finalists) < 2 and number > 0:
@@ -70,13 +70,13 @@ def _finals(space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], Non
 
 
 def fastest(trials: Runner, count: int) -> list[TuningTrial]:
-    """The best, and up to `count` in all that come near it."""
+    """Return the best trial, and up to `count` in all that come near it."""
     ranked = sorted((t for t in trials.tried.values() if t.rates), key=lambda trial: -trial.fps)
     return [trial for trial in ranked[:count] if trial.fps >= NEAR * ranked[0].fps]
 
 
 def choose(space: TuningSpace, tried: Sequence[TuningTrial]) -> TuningTrial | None:
-    """Of those measured most often the fastest; of equals the one that changes least."""
+    """Return the fastest of the trials measured most often; of equal ones the one that changes least."""
     measured = [trial for trial in tried if trial.rates]
     if not measured:
         return None
@@ -95,7 +95,7 @@ def _differences(setting: TuningSetting, default: TuningSetting) -> int:
 def sweep(
     space: TuningSpace, trials: Runner, say: Callable[[TuningTrial], None], chosen: TuningSetting
 ) -> dict[TuningSetting, list[float]]:
-    """The whole space once, in random order, then the best of it against the chosen one; speeds of each in that duel.
+    """Measure the whole space once in random order, then the best of it in turns with the chosen setting.
 
     The best of many noisy figures is lucky: only a comparison in turns says how much faster it is.
     """
@@ -110,14 +110,14 @@ def sweep(
 
     swept = {setting: speed(setting) for setting in order}
     rivals = sorted((s for s in swept if s != chosen), key=lambda s: -swept[s])[:RIVALS]
-    duel: dict[TuningSetting, list[float]] = {setting: [] for setting in (chosen, *rivals)}
-    for number in range(DUEL_ROUNDS):
-        for setting in duel if number % 2 == 0 else reversed(duel):
-            duel[setting].append(speed(setting))
-    return duel
+    in_turns: dict[TuningSetting, list[float]] = {setting: [] for setting in (chosen, *rivals)}
+    for number in range(ROUNDS_IN_TURNS):
+        for setting in in_turns if number % 2 == 0 else reversed(in_turns):
+            in_turns[setting].append(speed(setting))
+    return in_turns
 
 
-def of_best(duel: dict[TuningSetting, list[float]], chosen: TuningSetting) -> float:
-    """The chosen setting's speed as a share of the best one's, medians of the rounds of the duel."""
-    speeds = {setting: median(found) for setting, found in duel.items()}
+def of_best(in_turns: dict[TuningSetting, list[float]], chosen: TuningSetting) -> float:
+    """Return the chosen setting's speed as a share of the best one's, medians of the rounds in turns."""
+    speeds = {setting: median(found) for setting, found in in_turns.items()}
     return speeds[chosen] / max(speeds.values())

@@ -31,6 +31,8 @@ Point = tuple[int, ...]  # an option's number for each group; all zeros is the c
 
 @dataclass(frozen=True)
 class Layout:
+    """Who computes: processes, their threads, and the environments."""
+
     mode: str
     workers: int  # of IMPALA: actors
     threads: int
@@ -64,11 +66,16 @@ class TuningSetting:
 
 
 class TuningSpace:
+    """All settings that may be chosen for a config."""
+
     def __init__(
         self, config: Config, machine: Machine, *, fixed: Collection[str] = (), learning_too: bool = False
     ) -> None:
-        """`config` is for one machine, of IMPALA with the split filled in (execution/split.py); keys that are `fixed`
-        keep their values; `learning_too` lets the number of environments and A3C's workers change."""
+        """Find all settings of a config for one machine, of IMPALA with the split of the cores filled in.
+
+        Keys that are `fixed` keep their values; `learning_too` lets the number of environments and of A3C's workers
+        change.
+        """
         self.config, self.machine, self.fixed, self.learning_too = config, machine, set(fixed), learning_too
         self.own = _own_layout(config)
         self.asked_batch = _whole_batch(config)
@@ -82,7 +89,7 @@ class TuningSpace:
         self.default = self.settings[0]
 
     def variants(self, setting: TuningSetting, group: str) -> Iterator[TuningSetting]:
-        """Settings that differ from this one in a group alone."""
+        """Yield the settings that differ from this one in one group alone."""
         place = GROUPS.index(group)
         for option in range(len(self._options[place])):
             point = (*setting.point[:place], option, *setting.point[place + 1 :])
@@ -91,8 +98,8 @@ class TuningSpace:
                 yield self.settings[self.settings.index(found)]
 
     def tuned(self, setting: TuningSetting) -> Config:
-        """The config that `rlcb train --config` gets."""
-        return config_files.build(config_files.to_dict(self.config), setting.changes, source="tuned config")
+        """Return the config that `rlcb train --config` gets."""
+        return config_files.with_changes(self.config, setting.changes, source="tuned config")
 
     def _all(self) -> list[TuningSetting]:
         points = itertools.product(*(range(len(options)) for options in self._options))
@@ -100,15 +107,15 @@ class TuningSpace:
         return list(found)
 
     def _at(self, point: Point) -> TuningSetting | None:
-        """None where there is no such thing: an option that this layout or this CPU has no use for."""
+        """Return the setting at a point; None for options that this layout or this CPU has no use for."""
         changes = {k: v for group, option in zip(self._options, point, strict=True) for k, v in group[option].items()}
         factor = changes.pop("micro-batch factor", None)
         try:
-            config = config_files.build(config_files.to_dict(self.config), changes, source="tuning")
+            config = config_files.with_changes(self.config, changes, source="tuning")
             plan = planning.compiled(config, planning.plan(config))
             if factor is not None:
                 changes["hardware.micro_batch"] = max(1, int(factor * plan.micro_batch))
-                config = config_files.build(config_files.to_dict(config), changes, source="tuning")
+                config = config_files.with_changes(config, changes, source="tuning")
                 plan = planning.compiled(config, planning.plan(config))
         except UserError:
             if not any(point):
@@ -173,20 +180,22 @@ class TuningSpace:
 
 
 def _own_layout(config: Config) -> Layout:
-    """How `rlcb train` would run the config."""
+    """Return how `rlcb train` would run the config."""
     _, plan = planning.resolve(config)
     return Layout(config.mode, plan.num_workers, plan.num_threads, config.env.num_envs, plan.num_learners)
 
 
 def _whole_batch(config: Config) -> int:
-    """IMPALA's unrolls in a step before they are rounded to equal shares of the learners."""
+    """Return IMPALA's unrolls in a step before they are rounded to equal shares of the learners."""
     each = round(config.training.batch_size / config.training.n_steps)
     return max(1, min(each, config.env.num_envs))
 
 
 def _worker_layouts(own: Layout, machine: Machine, *, is_small: bool) -> list[Layout]:
-    """For PPO and A2C: a process for each core, and fewer of several threads each, down to one. Vectors are so little
-    work that idle cores may be faster."""
+    """Return layouts for PPO and A2C: a process for each core, and fewer of several threads each, down to one.
+
+    Vectors are so little work that idle cores may be faster.
+    """
     cores = machine.usable_cores
     counts = [(cores, 1), (cores // 2, 2), (cores // 4, 4), (1, cores)]
     if is_small:
@@ -201,7 +210,7 @@ def _worker_layouts(own: Layout, machine: Machine, *, is_small: bool) -> list[La
 
 
 def _splits(own: Layout, cores: int) -> list[Layout]:
-    """For IMPALA: the cores between actors and learners, and one process more than cores, for some wait."""
+    """Divide the cores between IMPALA's actors and learners, also with one process more than cores, as some wait."""
     if own.mode == "sequential":
         counts = dict.fromkeys([cores, 1])
         return [dataclasses.replace(own, threads=threads) for threads in counts]
@@ -218,7 +227,7 @@ def _splits(own: Layout, cores: int) -> list[Layout]:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Of `section.key`."""
+    """Return the value of `section.key`."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -226,7 +235,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def resolve_envs(config: Config, machine: Machine) -> Config:
-    """The same with the total of environments that `rlcb train` would make of it, and no number per worker."""
+    """Return the config with the total of environments that `rlcb train` would make of it, and none per worker."""
     per_worker = config.parallel.num_envs_per_worker
     if config.mode != "parallel" or per_worker is None:
         return config
@@ -236,4 +245,4 @@ def resolve_envs(config: Config, machine: Machine) -> Config:
         "parallel.num_envs_per_worker": None,
         "parallel.num_workers": workers,
     }
-    return config_files.build(config_files.to_dict(config), changes, source="config")
+    return config_files.with_changes(config, changes, source="config")

@@ -23,13 +23,13 @@ PATIENCE = 2.5  # times the fastest trial's time, start included, after which a 
 
 
 def short_updates(config: Config) -> Config:
-    """The same work for each step in shorter updates: PPO with fewer steps in a rollout and the same minibatches."""
+    """Return a config with the same work in shorter updates: PPO with shorter rollouts and the same minibatches."""
     if config.algorithm != "ppo":
         return config  # the rollout is the batch
     smallest = config.batch_size // math.gcd(config.batch_size, config.env.num_envs)
     times = max(1, math.ceil(SAMPLES_PER_UPDATE / (smallest * config.env.num_envs)))
     n_steps = min(config.training.n_steps, smallest * times)
-    return config_files.build(config_files.to_dict(config), {"training.n_steps": n_steps}, source="trial")
+    return config_files.with_changes(config, {"training.n_steps": n_steps}, source="trial")
 
 
 @dataclass
@@ -46,18 +46,18 @@ class TuningTrial:
 
     @property
     def spread(self) -> float:
-        """Half of the range, as a share of the median."""
+        """Return half of the range, as a share of the median."""
         speeds = [rate.fps for rate in self.rates]
         return (max(speeds) - min(speeds)) / 2 / self.fps if self.rates else 0.0
 
 
 class Trials:
-    """Runs them, keeps them, and knows how much time is left."""
+    """The trials of a search: it runs them, keeps them, and knows how much time is left."""
 
     def __init__(
         self, space: TuningSpace, folder: Path, *, seconds: float, deadline: float, interrupted: Callable[[], bool]
     ) -> None:
-        """`deadline` by time.monotonic(): no trial goes on beyond it."""
+        """Run trials until `deadline`, by time.monotonic(): no trial goes on beyond it."""
         self.space, self.folder, self.seconds, self.deadline = space, folder, seconds, deadline
         self.interrupted = interrupted
         self.tried: dict[TuningSetting, TuningTrial] = {}
@@ -65,12 +65,15 @@ class Trials:
         self._count = 0
 
     def affordable(self, until: float | None = None) -> bool:
-        """Is there time for one more, by what they have taken?"""
+        """Return whether there is time for one more trial, by what they have taken."""
         expected = median(self._durations) if self._durations else 0.0
         return time.monotonic() + 1.2 * expected < (until or self.deadline)
 
     def run(self, setting: TuningSetting) -> TuningTrial:
-        """Once more; KeyboardInterrupt when somebody asks to end. A setting that fails or dawdles is not fatal."""
+        """Run a setting once more; one that fails or dawdles is not fatal.
+
+        Raise KeyboardInterrupt when somebody asks to end.
+        """
         trial = self.tried.setdefault(setting, TuningTrial(setting))
         trial.problem = None
         started = time.monotonic()
@@ -80,7 +83,7 @@ class Trials:
         place = self.folder / str(self._count)
         cores = [os.sched_getaffinity(0)]  # the run pins its workers itself
         config = short_updates(self.space.tuned(setting))
-        config = config_files.build(config_files.to_dict(config), MEASURED, source="trial")
+        config = config_files.with_changes(config, MEASURED, source="trial")
 
         def ended() -> bool:
             return self.interrupted() or time.monotonic() > give_up

@@ -20,8 +20,8 @@ GUESSED_OVERHEAD = 30.0  # seconds to start and evaluate a cell, before any has 
 HEAD = ("cell", "state", "steps", "FPS", "reward", "training levels", "unseen levels", "all levels", "time")
 
 
-class Board:
-    """Redrawn in place on a terminal; a line now and then elsewhere."""
+class CellTable:
+    """A table of all cells, redrawn in place on a terminal; a line now and then elsewhere."""
 
     def __init__(self, cells: Sequence[CellProgress], matrix: Matrix) -> None:
         self.cells, self.matrix = cells, matrix
@@ -67,7 +67,7 @@ class Board:
         return ", ".join(parts)
 
     def seconds_left(self) -> float | None:
-        """From what cells of the same variant took, else from what any took; None while nothing is known."""
+        """Estimate the time left from cells of the same variant, else from any; None if nothing is known."""
         left = 0.0
         for progress in self.cells:
             if progress.state in ("done", "failed"):

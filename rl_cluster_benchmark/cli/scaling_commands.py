@@ -1,20 +1,33 @@
-"""The arguments of `rlcb scaling --project`, and the words that explain both kinds of `rlcb scaling`."""
+"""The subcommand `rlcb scaling`: a sweep over workers, or with --project a projection to many machines."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from rl_cluster_benchmark.cli.arguments import (
+    add_config_arguments,
+    config_from,
+    number,
+    numbers,
+    positive,
+    seconds,
+    settings_from,
+    start_signals,
+)
 from rl_cluster_benchmark.core.errors import UserError
-
-if TYPE_CHECKING:
-    from rl_cluster_benchmark.config.schema import Config
 
 MOST = 1e12  # of any unit of bandwidth or time
 PROJECTION_DIR = "runs/projection"
+SCALING_DIR = "runs/scaling"
+
+SET_BY_SCALING = (
+    "--mode", "--total-timesteps", "--duration", "--num-workers", "--num-envs-per-worker", "--checkpoint-dir",
+    "--log-dir", "--num-nodes", "--workers-per-node", "--master-addr", "--master-port",
+)  # fmt: skip
 DESCRIPTION = """\
 Measure how training speeds up with the workers of this machine: train with 1, 2, 4, ... workers for a while each, and
 beside each with as many independent runs that do the same work without communication. So you see what the machine
@@ -43,20 +56,51 @@ UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_scaling_command(commands: Any) -> None:
+    scaling = commands.add_parser(
+        "scaling",
+        help="measure how training speeds up with workers, project how it would with machines",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_config_arguments(scaling, without=SET_BY_SCALING)
+    scaling.add_argument(
+        "--workers", type=numbers, metavar="N,N,...",
+        help="numbers of workers; default: powers of two up to the usable cores",
+    )  # fmt: skip
+    scaling.add_argument(
+        "--envs-per-worker", type=positive, metavar="N",
+        help="weak scaling: N environments for each worker; default: strong scaling, the same total for all",
+    )  # fmt: skip
+    scaling.add_argument(
+        "--seconds", type=seconds, default=60.0, metavar="S", help="of each run after its first update; default: 60"
+    )
+    scaling.add_argument(
+        "--repeats", type=positive, default=1, metavar="N", help="rounds, medians are reported; default: 1"
+    )
+    scaling.add_argument("--overwrite", action="store_true", help="replace the results in the output directory")
+    _add_projection_arguments(scaling)
+    scaling.set_defaults(run=_scaling, mode="parallel")
+
+
+def _add_projection_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with --project")
     group.add_argument("--project", action="store_true", help="project to many machines instead of sweeping workers")
     group.add_argument(
         "--nodes", type=_nodes, metavar="N,N,...", help="numbers of machines; default: 1,2,4,...,512,1000"
     )
-    group.add_argument("--network", metavar="FILE", help="the network that rlcb doctor --cluster --json has measured")
+    group.add_argument(
+        "--network", type=Path, metavar="FILE", help="the network that rlcb doctor --cluster --json has measured"
+    )
     group.add_argument("--bandwidth", type=_rate, metavar="RATE", help="of every link: 10gbit, 100mbit")
     group.add_argument("--round-trip", type=_time, metavar="TIME", help="between two machines: 0.1ms, 50us")
     group.add_argument(
-        "--spread", type=_share, metavar="SHARE",
+        "--spread", type=number(lambda share: 0 <= share < 1, "a number from 0 to 1, 0.03 is 3%"), metavar="SHARE",
         help="standard deviation of the machines' speeds, 0.03 is 3%%; default: from --network, else 0",
     )  # fmt: skip
-    group.add_argument("--measured", metavar="FILE", help="an earlier projection.json: measure nothing anew")
+    group.add_argument("--measured", type=Path, metavar="FILE", help="an earlier projection.json: measure nothing anew")
 
 
 def _nodes(text: str) -> list[int]:
@@ -81,17 +125,7 @@ def _with_unit(text: str, units: Mapping[str, float], examples: str) -> float:
     return float(match.group(1)) * units[match.group(2)]
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not allowed; it must be a number from 0 to 1, 0.03 is 3%")
-    return share
-
-
-def run(args: argparse.Namespace, config_from: Callable[[argparse.Namespace], Config]) -> int:
+def _project(args: argparse.Namespace) -> int:
     if args.envs_per_worker is not None or args.repeats != 1:
         raise UserError("--envs-per-worker and --repeats belong to a sweep over workers, not to --project.")
     if args.network is not None and (args.bandwidth is not None or args.round_trip is not None):
@@ -100,22 +134,24 @@ def run(args: argparse.Namespace, config_from: Callable[[argparse.Namespace], Co
         if len(args.workers) > 1:
             raise UserError("With --project, --workers is one number: the workers of each machine.")
         args.set.insert(0, f"parallel.num_workers={args.workers[0]}")
-    from rl_cluster_benchmark.core.stop import Signals
     from rl_cluster_benchmark.tools.projection.projection import NODES, ProjectionSettings, project
 
     args.mode = "parallel" if args.algorithm in ("a3c", "impala") else "distributed"
     config = config_from(args)
-    settings = ProjectionSettings(
-        nodes=args.nodes or NODES,
-        seconds=args.seconds,
-        output_dir=Path(config.output_dir or PROJECTION_DIR),
-        overwrite=args.overwrite,
-        measured=Path(args.measured) if args.measured else None,
-        network=Path(args.network) if args.network else None,
-        bandwidth=args.bandwidth,
-        round_trip=args.round_trip,
-        spread=args.spread,
-    )
-    signals = Signals()
-    signals.install()
-    return project(config, settings, signals)
+    output_dir = Path(config.output_dir or PROJECTION_DIR)
+    settings = settings_from(ProjectionSettings, args, nodes=args.nodes or NODES, output_dir=output_dir)
+    return project(config, settings, start_signals())
+
+
+def _scaling(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.tools.scaling.sweep import SweepSettings, scaling
+
+    if args.project:
+        return _project(args)
+    if args.num_envs is not None and args.envs_per_worker is not None:
+        raise UserError("--num-envs fixes the total (strong scaling), --envs-per-worker the share (weak): give one.")
+    if args.num_envs is not None:
+        args.set.insert(0, "parallel.num_workers=null")  # the preset's number of workers says nothing here
+    config = config_from(args)
+    settings = settings_from(SweepSettings, args, output_dir=Path(config.output_dir or SCALING_DIR))
+    return scaling(config, settings, start_signals())

@@ -1,0 +1,159 @@
+"""How far a run is, as a worker of PPO or A2C sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_cluster_benchmark.config.schema import MAX_ENVS, Config
+from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
+from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps
+from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat
+from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.experience.rollout import Episode
+from rl_cluster_benchmark.learning.reduction import Reducer
+from rl_cluster_benchmark.processes.process_times import MemoryLayout
+from rl_cluster_benchmark.processes.shared_memory import SharedTensors
+from rl_cluster_benchmark.run import checkpoint
+
+ORDER, SIGNAL = 0, 1  # places in what the parent tells its workers
+
+
+def layout(num_workers: int, longest: int) -> MemoryLayout:
+    """Return what a machine's workers share: orders, and a table for each of up to `longest` finished episodes.
+
+    The first row of a table says how many episodes there are.
+    """
+    return {
+        "order": ((2,), torch.int64),
+        "episodes": ((num_workers, longest + 1, len(Episode._fields)), torch.float64),
+    }
+
+
+def in_order(rows: Tensor) -> Tensor:
+    """Sort episodes by when they ended, those of one moment by their environments: whoever played, it is the same."""
+    slots, env_ids = rows[:, 2].long(), rows[:, 3].long()
+    return rows[torch.argsort(slots * MAX_ENVS + env_ids)]
+
+
+class WorkerCourse:
+    """A worker's view of the run. All workers hold the same counters; the head's first one reports to the parent."""
+
+    def __init__(
+        self, rank: int, seat: MachineSeat, connection: Connection, config: Config, shared: SharedTensors,
+        progress: dict[str, Any], *, clock: PhaseClock, reduce: Reducer, links: MachineLinks | None = None,
+        local_steps: LocalSteps | None = None,
+    ) -> None:  # fmt: skip
+        """`reduce` sums over all machines; `links` are the first worker's to other machines, if there are any.
+
+        `local_steps` is there when machines step by themselves.
+        """
+        self.rank, self.seat, self.connection, self.config, self.shared = rank, seat, connection, config, shared
+        self.clock, self.reduce, self._links, self._local = clock, reduce, links, local_steps
+        self.reports = rank == 0 and seat.node_rank == 0
+        self.steps, self.updates = progress["steps"], progress["updates"]
+        self._elapsed, self._seconds_before = progress["elapsed"], progress["phase_seconds"]
+        self._elapsed_before = self._elapsed
+        self._save_is_due = False
+
+    @property
+    def fraction(self) -> float:
+        """By steps or by time, whichever ends the run first; the same on all workers, as of the last update."""
+        training = self.config.training
+        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
+        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+
+    def is_complete(self) -> bool:
+        return self.steps >= self.config.training.total_timesteps
+
+    def should_stop(self) -> bool:
+        order = int(self.shared["order"][ORDER])
+        return order == INTERRUPTED or (order == TIME_IS_UP and self.updates > 0)
+
+    def interrupted(self) -> bool:
+        return int(self.shared["order"][ORDER]) == INTERRUPTED
+
+    def start(self) -> None:
+        """Wait for the workers of all machines: time counts from when all are ready, and nothing is written before."""
+        self._send("started", None)
+        self.reduce(torch.zeros(1, dtype=torch.float64))
+        if self.rank == 0:
+            self._send("all started", None)
+        self.clock.seconds = dict.fromkeys(PHASES, 0.0)
+        self._started = self._saved_at = time.perf_counter()
+        self._cpu_started = time.process_time()
+
+    def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
+        """Count an update on all workers of all machines; the one that reports tells the parent."""
+        if self._local is not None:
+            losses = self._local.of_all_machines(losses)
+        table = self.shared["episodes"][self.rank]
+        table[0, 0] = len(episodes)
+        if episodes:
+            table[1 : len(episodes) + 1] = torch.tensor(episodes, dtype=table.dtype)
+        elapsed, cpu = time.perf_counter() - self._started, time.process_time() - self._cpu_started
+        mine = [float(steps), elapsed, cpu, *(self.clock.seconds[name] for name in PHASES)]
+        total_steps, elapsed, cpu, *seconds = self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        workers, before = self.seat.total_workers, self._seconds_before
+        self.steps += int(total_steps)
+        self.updates += 1
+        self._elapsed = self._elapsed_before + elapsed / workers
+        everyones = self._finished_episodes() if self.rank == 0 else None
+        if self.reports and everyones is not None:
+            self._send(
+                "record",
+                {
+                    "steps": int(total_steps),
+                    "episodes": [tuple(row) for row in in_order(everyones).tolist()],
+                    "losses": losses,
+                    "at": self._elapsed,
+                    "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
+                    "cpu_seconds": cpu,
+                },
+            )
+        if self._local is not None:
+            self._local.update_done(self.updates)
+
+    def _finished_episodes(self) -> Tensor | None:
+        """Return a row for each that ended in this rollout, with the fields of Episode; None where no head is."""
+        here = torch.cat([table[1 : int(table[0, 0]) + 1] for table in self.shared["episodes"]])
+        return self._links.gather(here) if self._links is not None else here
+
+    def checkpoint_due(self) -> bool:
+        """Between two averages a machine's parameters are its own: save when they are everybody's."""
+        minutes = (time.perf_counter() - self._saved_at) / 60
+        every = self.updates % self.config.training.save_interval == 0
+        self._save_is_due |= self.reports and (every or minutes > self.config.logging.checkpoint_minutes)
+        due = self._save_is_due and (self._local is None or self._local.is_averaged(self.updates))
+        self._save_is_due &= not due
+        return due
+
+    def save(self, state: dict[str, Any]) -> None:
+        self._send("save", checkpoint.pack(state))
+        self._saved_at = time.perf_counter()
+
+    def finish(self, state: dict[str, Any]) -> None:
+        if self.seat.num_nodes > 1:
+            self._agree_on_signal()
+        if self._local is not None and not self._local.is_averaged(self.updates):
+            state = self._local.last_state(self.updates)
+        if self.reports:
+            self._send("final state", checkpoint.pack(state))
+
+    def _agree_on_signal(self) -> None:
+        """Tell the parents of all machines of a signal that one of them has received: all end with its status."""
+        signals = torch.zeros(self.seat.num_nodes, dtype=torch.float64)
+        if self.rank == 0:
+            signals[self.seat.node_rank] = float(self.shared["order"][SIGNAL])
+        self.reduce(signals)
+        if self.rank == 0 and signals.any():
+            node = int(signals.argmax())
+            self._send("signal elsewhere", (node, int(signals[node])))
+
+    def _send(self, kind: str, content: Any) -> None:
+        self.connection.send(("message", (kind, content)))
