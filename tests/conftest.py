@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from forked import Command
 from torch import Tensor
 
 from rl_cluster_benchmark.cli import main
@@ -36,9 +36,15 @@ def rlcb(
     *args: object, cwd: Path | None = None, timeout: float = 240, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `rlcb` in its own process, with these variables added to its environment."""
-    call = [sys.executable, "-m", "rl_cluster_benchmark", *map(str, args)]
     env = environment() | dict(variables or {})
-    return subprocess.run(call, cwd=cwd or ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Command(args, cwd=cwd or ROOT, env=env, text=True, **pipes) as command:
+        try:
+            output, errors = command.communicate(timeout=timeout)
+        except BaseException:
+            command.kill()
+            raise
+    return subprocess.CompletedProcess(command.args, command.returncode, output, errors)
 
 
 def environment() -> dict[str, str]:
@@ -160,9 +166,8 @@ def launched() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*args: object) -> subprocess.Popen[str]:
-        call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "local", *map(str, args)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        started.append(subprocess.Popen(call, cwd=ROOT, env=environment(), text=True, **pipes))
+        started.append(Command(["launch", "local", *args], cwd=ROOT, env=environment(), text=True, **pipes))
         return started[-1]
 
     yield start

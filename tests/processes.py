@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,15 +10,14 @@ from pathlib import Path
 
 import psutil
 from conftest import ROOT, environment
+from forked import Command
 
 
 @contextmanager
 def running(*args: object) -> Iterator[subprocess.Popen[str]]:
     """`rlcb train` with these arguments, in the background; gone afterwards, whatever the test does."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rl_cluster_benchmark", "train", *map(str, args)],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = Command(["train", *args], cwd=ROOT, env=environment(), text=True, **pipes)
     try:
         yield process
     finally:

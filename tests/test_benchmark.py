@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import CELL_SETTINGS, MATRIX, ROOT, environment, rlcb
+from forked import Command
 from stand_ins import StandIns
 
 from rl_cluster_benchmark.core.errors import UserError
@@ -49,10 +50,8 @@ def test_a_benchmark_trains_evaluates_and_reports_every_cell(benchmarked):
 
 
 def start(output):
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "benchmark", *map(str, (*MATRIX, *CELL_SETTINGS))]
-    return subprocess.Popen(
-        [*call, "--output-dir", output], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True
-    )
+    call = ["benchmark", *MATRIX, *CELL_SETTINGS, "--output-dir", output]
+    return Command(call, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def wait_until_training(cell):

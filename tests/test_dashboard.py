@@ -14,6 +14,7 @@ import urllib.parse
 
 import pytest
 from conftest import ROOT, environment
+from forked import Command
 from run_copies import copy_run, edit_json
 from test_report import browser  # noqa: F401 a fixture
 
@@ -26,10 +27,8 @@ def serve():
     started = []
 
     def start(directory):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rl_cluster_benchmark", "dashboard", directory, "--port", "0"],
-            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        call = ["dashboard", directory, "--port", 0]
+        process = Command(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
         started.append(process)
         return int(re.search(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())[1])
 

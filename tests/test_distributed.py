@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, environment
+from forked import Command
 from processes import workers_of
 
 from rl_cluster_benchmark.cli import main
@@ -58,16 +59,8 @@ class Nodes:
             call = ["train", "--algorithm", algorithm, "--mode", "distributed", *TINY, "--num-nodes", nodes]
             call += ["--workers-per-node", workers, "--master-addr", "127.0.0.1", "--master-port", self.port]
             call += ["--node-rank", rank, "--total-timesteps", timesteps, "--output-dir", output, *args, *each(rank)]
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)],
-                    cwd=ROOT,
-                    env=environment(),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            self.processes.append(Command(call, cwd=ROOT, env=environment(), text=True, **pipes))
         return self.processes
 
     def ends(self, timeout=200):
@@ -273,8 +266,7 @@ def test_a_signal_is_obeyed_while_a_machine_greets_a_head_that_does_not_answer(t
     with socket.create_server(("127.0.0.1", 0)) as silent:
         call = ["train", "--mode", "distributed", *TINY, "--num-nodes", 2, "--node-rank", 1, "--output-dir", tmp_path]
         call += ["--master-addr", "127.0.0.1", "--master-port", silent.getsockname()[1]]
-        call = [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)]
-        node = subprocess.Popen(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        node = Command(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         silent.settimeout(60)
         look, greeting = silent.accept()[0], silent.accept()[0]  # is there anybody? and the greeting, never answered
         node.send_signal(signal.SIGTERM)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import CELL_SETTINGS, MATRIX, ROOT, TINY, environment, rlcb, tiny_run
+from forked import Command
 from matplotlib.figure import Figure
 
 from rl_cluster_benchmark.cli.arguments import config_from
@@ -41,10 +42,7 @@ LENGTH = ("--total-timesteps", 6000)
 
 def begin(*args):
     """`rlcb ARGS` in the background."""
-    call = [sys.executable, "-m", "rl_cluster_benchmark", *map(str, args)]
-    return subprocess.Popen(
-        call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return Command(args, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def at_once(calls):

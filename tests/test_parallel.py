@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, environment, needs_native, rlcb, started_with
+from forked import Command
 from processes import wait_for_line, workers_of
 
 from rl_cluster_benchmark.core.timing import PhaseClock
@@ -50,14 +51,8 @@ def start():
             output,
             *args,
         ]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = Command(call, cwd=ROOT, env=environment(), text=True, **pipes)
         started.append(process)
         return process
 

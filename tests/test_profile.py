@@ -35,14 +35,14 @@ SMALL_NETWORK = ("--set", "model.mlp_sizes=[8]")
 
 
 def profile(output, *args, seconds_per_step=None):
-    variables = environment()
-    if seconds_per_step is not None:
+    call = ["profile", *map(str, QUICK), *map(str, args), "--output-dir", str(output)]
+    if seconds_per_step is None:
+        done = rlcb(*call)
+    else:
         path = os.pathsep.join([str(ROOT / "tests" / "slow_environments"), str(ROOT)])
-        variables |= {"PYTHONPATH": path, "SECONDS_PER_STEP": str(seconds_per_step)}
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "profile", *QUICK, *args, "--output-dir", output]
-    done = subprocess.run(
-        list(map(str, call)), cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False
-    )
+        variables = environment() | {"PYTHONPATH": path, "SECONDS_PER_STEP": str(seconds_per_step)}
+        call = [sys.executable, "-m", "rl_cluster_benchmark", *call]
+        done = subprocess.run(call, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((output / "profile.json").read_text())
     for sentence in found["verdict"]:

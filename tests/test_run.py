@@ -16,6 +16,7 @@ import processes
 import pytest
 import yaml
 from conftest import ROOT, TINY, environment, read_metrics, rlcb, started_with, tiny_run
+from forked import Command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_cluster_benchmark.config.config_files import load
@@ -39,15 +40,8 @@ def without_times(lines):
 
 
 def start(output, *args, timesteps=10_000_000):
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "train", *TINY, "--total-timesteps", timesteps]
-    return subprocess.Popen(
-        [str(part) for part in [*call, "--output-dir", output, *args]],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    call = ["train", *TINY, "--total-timesteps", timesteps, "--output-dir", output, *args]
+    return Command(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait_for_updates(output, count, process):

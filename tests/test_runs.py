@@ -6,12 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
 from conftest import ROOT, TINY, environment, rlcb, tiny_run
+from forked import Command
 from run_copies import copy_run, edit_json
 
 from rl_cluster_benchmark.config.config_files import load
@@ -29,11 +29,8 @@ from rl_cluster_benchmark.tools.dashboard.state import Directory
 
 
 def start(output, *args):
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "train", *map(str, TINY), "--total-timesteps", "100000000"]
-    return subprocess.Popen(
-        [*call, "--output-dir", output, *map(str, args)],
-        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    call = ["train", *TINY, "--total-timesteps", 100_000_000, "--output-dir", output, *args]
+    return Command(call, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def wait_for_updates(path):

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import ROOT, environment, rlcb
+from forked import Command
 
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.core.errors import UserError
@@ -37,10 +37,8 @@ def start(tmp_path):
     started = []
 
     def start_sweep(*args):
-        command = [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call("--output-dir", tmp_path, *args))]
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = Command(call("--output-dir", tmp_path, *args), cwd=ROOT, env=environment(), text=True, **pipes)
         started.append(process)
         return process
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 from conftest import ROOT, environment, rlcb
+from forked import Command
 from processes import is_alive
 
 from rl_cluster_benchmark.config import config_files as configs
@@ -684,10 +685,8 @@ def test_the_results_of_a_search(searched, tmp_path):
 
 
 def start(folder, directory):
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "search", "--space", write(folder), "--trials", "4"]
-    return subprocess.Popen(
-        [*call, "--output-dir", directory], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-    )
+    call = ["search", "--space", write(folder), "--trials", 4, "--output-dir", directory]
+    return Command(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
 
 
 def end_while_training(process, directory, number, order):

@@ -4,13 +4,13 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import psutil
 import pytest
 from conftest import ROOT, environment, rlcb
+from forked import Command
 
 from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.cli.performance_commands import _given_keys
@@ -247,10 +247,8 @@ def test_a_search(tmp_path):
 def test_an_interruption_writes_the_best_so_far(tmp_path):
     call = ["tune", *QUICK, "--output-dir", tmp_path]
     settings = min(2, detection.detect().usable_cores)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = Command(call, cwd=ROOT, env=environment(), text=True, **pipes)
     try:
         text = ""
         while text.count("steps/s") < settings:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_cluster_benchmark.experience.rollout import sample
-from rl_cluster_benchmark.kernels import build, heads, native_network, pooling
-from rl_cluster_benchmark.kernels.minibatch_pass import HeadsPass, MinibatchInC, Vectors
+from rl_cluster_benchmark.kernels import build, heads, minibatch_pass, native_network, pooling
+from rl_cluster_benchmark.kernels.minibatch_pass import MinibatchInC, Vectors
 from rl_cluster_benchmark.processes.claims import Claims
 
 # (height, width, channels, hidden units, batch sizes). A pass in one call takes 4 or 16 samples at a time, a forward
@@ -286,11 +286,11 @@ def training_heads() -> None:
                 vectors = Vectors([(views, stats, written)])
                 for run in written:
                     run.zero_()
-                behind = HeadsPass(policy, value, batch.fields(), objective(clip_range, 9))
+                to_learn = objective(clip_range, 9)
                 features = guarded.copy(torch.randn(7, width), place)
                 rows = guarded.copy(torch.tensor([8, 0, 3, 3, 1, 7, 5]), place)
                 with guarded.allocations(place):
-                    gradient = behind(features, rows, vectors.address(0))
+                    gradient = heads_pass(policy, value, batch, to_learn, features, rows, vectors.address(0))
                 if how == "all masked":
                     assert not gradient.any()
                     assert not any(run.any() for run in written)
@@ -298,6 +298,19 @@ def training_heads() -> None:
                     assert bool(gradient.isfinite().all()) == (how in ("plain", "a2c")), how
                 if how == "a2c":
                     check_a2c(policy, value, features, rows, batch, views, gradient)
+
+
+def heads_pass(
+    policy: nn.Linear, value: nn.Linear, batch: Batch, to_learn: heads.ObjectiveInC, features: Tensor, rows: Tensor,
+    address: int,
+) -> Tensor:  # fmt: skip
+    """Add to the gradient vector at this address, and return the gradient of the features."""
+    gradient = torch.empty_like(features)
+    minibatch = minibatch_pass._Minibatch(heads.Heads.of(policy, value), to_learn, *heads.pointers(batch.fields()))
+    minibatch.rows, minibatch.to = rows.data_ptr(), address
+    call = heads.compiled().heads_pass
+    call(ctypes.byref(minibatch), 0, len(features), features.data_ptr(), gradient.data_ptr())
+    return gradient
 
 
 def check_a2c(
@@ -334,7 +347,7 @@ def minibatch() -> None:
             policy, value = head_layers(15, 32, place)
             layers = [*parameters, *policy.parameters(), *value.parameters()]
             observations, batch = guarded.copy(images(40, size, size), place), Batch(40, 15, place)
-            behind = HeadsPass(policy, value, batch.fields(), objective(0.2, 40))
+            of_heads, to_learn = heads.Heads.of(policy, value), objective(0.2, 40)
             order = guarded.copy(torch.randperm(40, generator=torch.Generator().manual_seed(4)), place).numpy()
             bounds = guarded.copy(torch.tensor([0, 1, 1, 19, 40]), place).numpy()
             sums = []
@@ -344,7 +357,8 @@ def minibatch() -> None:
                 rows = native_network.HiddenRows(
                     *(guarded.empty((40, n), torch.bfloat16, place) for n in reversed(trunk.hidden_weights.shape))
                 )
-                way = MinibatchInC(trunk, observations, behind, most=17, rows=rows if leave_rows else None)
+                left = rows if leave_rows else None
+                way = MinibatchInC(trunk, observations, of_heads, to_learn, batch.fields(), most=17, rows=left)
                 way.write(order, 0, vectors.address(0))
                 way.write(order[:0], 0, vectors.address(1))
                 assert not any(run.any() for run in vectors_made[1][2]), "of no samples, zeros"
