@@ -11,8 +11,6 @@ from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Interrupted, Signals
 from rl_cluster_benchmark.execution import sequential
 from rl_cluster_benchmark.execution.actor_learner import actor_learner, split
-from rl_cluster_benchmark.execution.hogwild import hogwild
-from rl_cluster_benchmark.execution.in_step import data_parallel
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.machine import planning, process
@@ -24,8 +22,6 @@ from rl_cluster_benchmark.run.checkpoint_format import MAX_BYTES
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.run import Run, exit_status
 from rl_cluster_benchmark.training import executions, node
-
-ASYNCHRONOUS = {"a3c": hogwild.train, "impala": actor_learner.train}  # instead, in parallel mode
 
 BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
 BYTES_PER_PARAMETER = 16  # itself, its gradient and two moments
@@ -145,14 +141,12 @@ def _train(
 def _execute(run: Run, cluster: Cluster | None) -> None:
     """Train to the end."""
     config = run.config
-    if cluster is not None:
-        executions.of(config).train(run, cluster)
-    elif config.mode == "sequential":
+    if config.mode == "sequential":
         sequential.train(run)
-    elif config.algorithm in ASYNCHRONOUS:
-        ASYNCHRONOUS[config.algorithm](run)
+    elif cluster is None and config.algorithm == "impala":
+        actor_learner.train(run)
     else:
-        data_parallel.train(run, MachineAlone(run.plan, run.signals))
+        executions.of(config).train(run, cluster or MachineAlone(run.plan, run.signals))
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:

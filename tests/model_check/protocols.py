@@ -20,12 +20,12 @@ from machine import Machine, Memory, Pipes, Private, begin_loop, loop_again, not
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution import reduce
 from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster, leading_learner, unrolls
-from rl_cluster_benchmark.execution.hogwild import hogwild
+from rl_cluster_benchmark.execution.hogwild import hogwild_worker
 from rl_cluster_benchmark.execution.in_step import helping
 from rl_cluster_benchmark.execution.machines import other_machines
 from rl_cluster_benchmark.processes import claims, published_weights, watchdog
 
-MODULES = (claims, helping, hogwild, leading_learner, reduce, unrolls, published_weights)
+MODULES = (claims, helping, hogwild_worker, leading_learner, reduce, unrolls, published_weights)
 
 
 @dataclass
@@ -277,7 +277,7 @@ def learners_steps(learners: int = 2, steps: int = 2, groups: int = 2) -> Case:
         vars(mine).update(
             board=board, claims=shared, store=SimpleNamespace(full=lambda: np.arange(groups) + 10 * step),
             _replayed=lambda: 0, _should_stop=lambda: False, _left_out_since=lambda: 0, _left_out_seen=0,
-            other_machines=SimpleNamespace(agree=lambda news: news, correction=lambda: 0), _count=step - 1,
+            others=SimpleNamespace(agree=lambda news: news, correction=lambda: 0), _count=step - 1,
             _news=lambda *_: SimpleNamespace(stop=False, rate=float(step)), _note=lambda *_: None,
             algorithm=SimpleNamespace(normalize_rewards=SimpleNamespace(scale=SimpleNamespace(divisor=1.0))),
             config=SimpleNamespace(impala=SimpleNamespace(passes=1)), _passes_left=0,
@@ -412,21 +412,21 @@ def sums_since_last_time(workers: int = 2, times: int = 2) -> Case:
 
     def worker(rank: int) -> Callable[[], None]:
         def work() -> None:
-            news = hogwild.SumSinceLastTime(memory["table"], rank, memory["elsewhere"])  # type: ignore[arg-type]
+            news = hogwild_worker.SumSinceLastTime(memory["table"], rank, memory["elsewhere"])  # type: ignore[arg-type]
             course: Any = SimpleNamespace(
-                rank=rank, shared=memory, _send=lambda *_: None, time=SimpleNamespace(write=lambda: None),
+                rank=rank, shared=memory, send=lambda *_: None, time=SimpleNamespace(write=lambda: None),
                 updates=0, version=0, _elapsed=0.0,
             )  # fmt: skip
-            course.count = lambda column: hogwild.HogwildCourse.count(course, column)
+            course.count = lambda column: hogwild_worker.HogwildCourse.count(course, column)
             total = 0
             for _ in range(times):
                 total += int(news(Private([10**rank]))[0])
-                hogwild.HogwildCourse.record(course, 1, (), {})
-            memory["counters"][rank, hogwild.DONE] = 1
-            wait_until(lambda: course.count(hogwild.DONE) == workers)
+                hogwild_worker.HogwildCourse.record(course, 1, (), {})
+            memory["counters"][rank, hogwild_worker.DONE] = 1
+            wait_until(lambda: course.count(hogwild_worker.DONE) == workers)
             total += int(news(Private([0]))[0])
             assert total == times * sum(10**i for i in range(workers)), f"{total}: counted twice, or not at all"
-            updates = course.count(hogwild.UPDATES)
+            updates = course.count(hogwild_worker.UPDATES)
             assert updates == workers * times, f"{updates} updates"
 
         return work

@@ -13,7 +13,7 @@ from protocols import check, planted
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_cluster import PublishedParameters
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import StepBoard
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
-from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildCourse, SumSinceLastTime
+from rl_cluster_benchmark.execution.hogwild.hogwild_worker import HogwildCourse, SumSinceLastTime
 from rl_cluster_benchmark.execution.in_step.helping import Helping
 from rl_cluster_benchmark.execution.machines.other_machines import IndependentMachines
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer

@@ -21,6 +21,7 @@ from rl_cluster_benchmark.execution.actor_learner import actor_learner
 from rl_cluster_benchmark.execution.actor_learner.actor_learner import Replacements, UpdateRecorder
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
 from rl_cluster_benchmark.execution.machines.follower import Follower
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import (
     EXCHANGES,
     NUM_COUNTS,
@@ -39,8 +40,9 @@ from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 
 
-def train(run: Run, cluster: Cluster) -> None:
+def train(run: Run, cluster: Cluster | MachineAlone) -> None:
     """On the head: run this machine's actors and learners, and write down what those of all machines report."""
+    assert isinstance(cluster, Cluster)
     here = ActorLearnerMachine(
         cluster, run.config, run.plan, run.directory.root, run.resumed_path, run.progress_state()
     )

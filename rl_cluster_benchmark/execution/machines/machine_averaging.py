@@ -186,6 +186,46 @@ class MachineAveraging:
         return torch.frombuffer(bytearray(text.ljust(self._room, b"\n")), dtype=torch.uint8)
 
 
+class NoAveraging:
+    """The council of a machine that trains alone: whatever it says holds at once, and parameters are its own."""
+
+    def __init__(self) -> None:
+        self.ready = self.done = self.time_is_over = False
+        self.signal = self.exchanges = 0
+        self.elsewhere = torch.zeros(NUM_COUNTS, dtype=torch.float64)
+
+    @property
+    def has_begun(self) -> bool:
+        return self.ready
+
+    @property
+    def is_over(self) -> bool:
+        return self.done
+
+    @property
+    def heard(self) -> Word:
+        """Return what this machine says. It counts nothing: its workers know each other's counts."""
+        total = torch.zeros(SIGNALS + 2, dtype=torch.float64)
+        total[TIME_IS_OVER], total[SIGNALS] = self.time_is_over, self.signal
+        return Word(total, num_nodes=1)
+
+    def report(self, kind: str, content: Any) -> None:
+        raise AssertionError("a machine alone is its own head")
+
+    def poll(self) -> None:
+        """Do nothing: there is nobody to talk to."""
+
+
+def council_of(
+    seat: MachineSeat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None, updates_between: int,
+    hear: Callable[[int, str, Any], None],
+) -> MachineAveraging | NoAveraging:  # fmt: skip
+    """Return a machine's seat in the council; the arguments are those of MachineAveraging."""
+    if seat.num_nodes == 1:
+        return NoAveraging()
+    return MachineAveraging(seat, counts=counts, exchange=exchange, updates_between=updates_between, hear=hear)
+
+
 def exchanges_before(run: Run) -> int:
-    """Before a resume."""
+    """Return how often parameters had been exchanged before a resume."""
     return int(run.asynchrony.summary().get(EXCHANGES.rpartition("/")[2], 0))

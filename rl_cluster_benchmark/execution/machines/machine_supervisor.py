@@ -10,7 +10,14 @@ import torch
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.execution.machines.machine_averaging import NUM_COUNTS, STEPS, TIME_IS_OVER, MachineAveraging
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
+from rl_cluster_benchmark.execution.machines.machine_averaging import (
+    NUM_COUNTS,
+    STEPS,
+    TIME_IS_OVER,
+    MachineAveraging,
+    NoAveraging,
+)
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError
 from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
 from rl_cluster_benchmark.processes.pool import WorkerPool
@@ -33,8 +40,9 @@ def layout() -> MemoryLayout:
 
 class MachineSupervisor:
     def __init__(
-        self, cluster: Cluster, config: Config, council: MachineAveraging, flags: SharedTensors, steps_before: int, *,
-        look: Callable[[], int], start: Callable[[], None], times: Callable[[], Any],
+        self, cluster: Cluster | MachineAlone, config: Config, council: MachineAveraging | NoAveraging,
+        flags: SharedTensors, steps_before: int, *, look: Callable[[], int], start: Callable[[], None],
+        times: Callable[[], Any],
     ) -> None:  # fmt: skip
         """`look` gives the order for the workers as this machine sees it, `start` is called when time begins to count,
         `times` is what the head is told now and then of where the workers spend theirs.
@@ -65,11 +73,11 @@ class MachineSupervisor:
                     raise LostContactError(content)
                 if kind == "started":
                     started.add(rank)
-                elif kind == "done":
+                if kind == "done":
                     self._first_is_done = True
                 elif self.cluster.is_head:
                     hear(0, kind, content)
-                else:
+                elif kind != "started":
                     self.council.report(kind, content)
         except LostContactError as error:
             raise self.cluster.membership.explain(error) from None
