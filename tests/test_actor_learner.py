@@ -20,8 +20,7 @@ from test_parallel import assert_gone, workers_of
 
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
-from rl_cluster_benchmark.execution.actor_learner.actor_learner import UpdateRecorder
-from rl_cluster_benchmark.execution.actor_learner.actor_learner_cluster import Records
+from rl_cluster_benchmark.execution.actor_learner.records import Records, UpdateRecorder
 from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
 from rl_cluster_benchmark.execution.actor_learner.split import Costs, fill_in, split
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore, gather, unroll_layout
@@ -333,10 +332,8 @@ def test_episodes_of_other_machines_that_come_late_count(end):
 
     run.record = record
     run.save = lambda state: recorded.append("saved")
-    here = SimpleNamespace(
-        cluster=SimpleNamespace(nodes=[None, None]), shared=SimpleNamespace(is_on_its_own=False), times=times
-    )
-    records = Records(run, here)
+    here = SimpleNamespace(seat=SimpleNamespace(num_nodes=2), is_on_its_own=False)
+    records = Records(run, here, times)
     first, second = (
         {"steps": 64, "losses": {}, "asynchrony": {"async/policy_lag": lag}, "at": 1.0} for lag in (1.0, 2.0)
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 
@@ -22,13 +20,6 @@ def write_down(run: Run, kind: str, content: Any) -> None:
         run.save(checkpoint.unpack(content))
     elif kind == "final state":
         run.finish(checkpoint.unpack(content))
-
-
-def give_orders(run: Run, order: torch.Tensor) -> None:
-    """Tell the workers, through memory they all see, that the run is to end; before it has begun, it just ends."""
-    run.check_begun()
-    if due := order_of(run):
-        order[0] = due
 
 
 def order_of(run: Run) -> int:

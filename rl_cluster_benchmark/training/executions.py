@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster
+from rl_cluster_benchmark.execution.actor_learner import actor_learner
 from rl_cluster_benchmark.execution.hogwild import hogwild
 from rl_cluster_benchmark.execution.in_step import data_parallel
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
@@ -24,7 +24,7 @@ class Execution(Protocol):
 
 
 EXECUTIONS: dict[str, Execution] = {
-    "ppo": data_parallel, "a2c": data_parallel, "a3c": hogwild, "impala": actor_learner_cluster
+    "ppo": data_parallel, "a2c": data_parallel, "a3c": hogwild, "impala": actor_learner
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Interrupted, Signals
 from rl_cluster_benchmark.execution import sequential
-from rl_cluster_benchmark.execution.actor_learner import actor_learner, split
+from rl_cluster_benchmark.execution.actor_learner import split
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.machine import planning, process
@@ -140,13 +140,10 @@ def _train(
 
 def _execute(run: Run, cluster: Cluster | None) -> None:
     """Train to the end."""
-    config = run.config
-    if config.mode == "sequential":
+    if run.config.mode == "sequential":
         sequential.train(run)
-    elif cluster is None and config.algorithm == "impala":
-        actor_learner.train(run)
     else:
-        executions.of(config).train(run, cluster or MachineAlone(run.plan, run.signals))
+        executions.of(run.config).train(run, cluster or MachineAlone(run.plan, run.signals))
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:

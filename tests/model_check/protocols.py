@@ -19,7 +19,7 @@ from machine import Machine, Memory, Pipes, Private, begin_loop, loop_again, not
 
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution import reduce
-from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster, leading_learner, unrolls
+from rl_cluster_benchmark.execution.actor_learner import actor_learner, leading_learner, unrolls
 from rl_cluster_benchmark.execution.hogwild import hogwild_worker
 from rl_cluster_benchmark.execution.in_step import helping
 from rl_cluster_benchmark.execution.machines import other_machines
@@ -450,7 +450,7 @@ def corrections(number: int = 2, steps: int = 3, learners: int = 2) -> Case:
     )
 
     def node() -> None:
-        flags = actor_learner_cluster.PublishedParameters.__new__(actor_learner_cluster.PublishedParameters)
+        flags = actor_learner.PublishedParameters.__new__(actor_learner.PublishedParameters)
         flags._flags = memory  # type: ignore[assignment]
         for i in range(1, number + 1):
             wait_until(lambda: not flags.busy or memory["over"][0])

@@ -10,7 +10,7 @@ import pytest
 from machine import Machine, Memory, MistakeError, wait_until
 from protocols import check, planted
 
-from rl_cluster_benchmark.execution.actor_learner.actor_learner_cluster import PublishedParameters
+from rl_cluster_benchmark.execution.actor_learner.actor_learner import PublishedParameters
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import StepBoard
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.hogwild.hogwild_worker import HogwildCourse, SumSinceLastTime
