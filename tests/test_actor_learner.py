@@ -30,7 +30,7 @@ from rl_cluster_benchmark.processes.claims import Claims
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.asynchrony import Asynchrony
+from rl_cluster_benchmark.run.metrics import Asynchrony
 
 LABEL = "IMPALA_Parallel"
 TINY = ("--algorithm", "impala", "--mode", "parallel", "--env", "Catch-v0", "--set", "training.n_steps=16",

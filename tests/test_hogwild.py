@@ -27,7 +27,7 @@ from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.asynchrony import Asynchrony
+from rl_cluster_benchmark.run.metrics import Asynchrony
 
 LABEL = "A3C_Parallel"
 TINY = ("--env", "Catch-v0", "--set", "training.n_steps=16", "--set", "parallel.pin=never", "--num-threads", 1,

@@ -1,4 +1,4 @@
-"""What the parent process of a run hears from its workers, and what it tells them."""
+"""What the parent process of a run hears from its workers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
-
-TIME_IS_UP, INTERRUPTED = 1, 2  # orders to the workers; 0 is none
 
 
 def write_down(run: Run, kind: str, content: Any) -> None:
@@ -20,8 +18,3 @@ def write_down(run: Run, kind: str, content: Any) -> None:
         run.save(checkpoint.unpack(content))
     elif kind == "final state":
         run.finish(checkpoint.unpack(content))
-
-
-def order_of(run: Run) -> int:
-    """Return what the workers of a run are to be told now: INTERRUPTED, TIME_IS_UP, or 0 to go on."""
-    return INTERRUPTED if run.interrupted() else TIME_IS_UP if run.should_stop() else 0

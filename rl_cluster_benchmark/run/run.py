@@ -28,11 +28,12 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.learning.bad_numbers import COUNTS
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
-from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
+from rl_cluster_benchmark.run.course import Goal, SaveTimer
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.memory import MemoryReadings
+from rl_cluster_benchmark.run.metrics import Asynchrony
 from rl_cluster_benchmark.run.progress import Progress, Status
 from rl_cluster_benchmark.run.saver import Saver
 
@@ -55,6 +56,7 @@ class Run:
     ) -> None:
         self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
         self.resume, self.resumed_path, self.resumed_from = resume, resumed_path, resumed_from
+        self._goal, self._save_timer = Goal(config.training), SaveTimer(config)
         self.summary: dict[str, Any] | None = None
         self.run_id = uuid.uuid4().hex  # kept when the run is resumed, copied with its files
         self.code = summary.code()  # as it was loaded: a checkout may be at another commit when the run ends
@@ -110,7 +112,7 @@ class Run:
         self._read_memory()  # all workers are there now; at the first update of a short run some may have ended
         self._memory_readings.next_at = 0.0  # and again then: all buffers are in use
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
-        self._last_checkpoint = self._started
+        self._save_timer.restart()
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)], maxlen=FINAL_FPS_UPDATES + 1)
         self._logs: deque[tuple[float, int]] = deque([self._recent[0]])  # when, how many steps
 
@@ -136,9 +138,7 @@ class Run:
     @property
     def fraction(self) -> float:
         """How much of the run is done, by steps or by time, whichever will end it first."""
-        training = self.config.training
-        by_time = self.elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+        return self._goal.fraction(self.steps, self.elapsed)
 
     def interrupted(self) -> bool:
         """Somebody sent a signal: end as soon as the model is in good order."""
@@ -151,10 +151,10 @@ class Run:
 
     def should_stop(self) -> bool:
         """Is a rollout to be abandoned? When time is up, yes, but an update in hand is finished: it counts whole."""
-        return self.interrupted() or (self.updates > 0 and self._time_is_up())
+        return self.interrupted() or (self.updates > 0 and self._goal.time_is_up(self.elapsed))
 
     def is_complete(self) -> bool:
-        return self.steps >= self.config.training.total_timesteps
+        return self._goal.is_reached(self.steps)
 
     def record(
         self,
@@ -201,9 +201,7 @@ class Run:
             )
 
     def checkpoint_due(self) -> bool:
-        minutes = (time.perf_counter() - self._last_checkpoint) / 60
-        every = self.updates % self.config.training.save_interval == 0
-        return every or minutes > self.config.logging.checkpoint_minutes
+        return self._save_timer.is_due(self.updates)
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint of the learner's state and of the run's own."""
@@ -225,7 +223,7 @@ class Run:
 
     def has_finished(self) -> bool:
         """Return whether it was resumed although it had come to its end, and nothing is left to do or to write."""
-        at_its_end = self.is_complete() or (self.updates > 0 and self._time_is_up())
+        at_its_end = self.is_complete() or (self.updates > 0 and self._goal.time_is_up(self.elapsed))
         was_final = self.resumed_path == self.directory.final_checkpoint()
         return at_its_end and was_final and resumption.finished_with(self.directory) == self.updates
 
@@ -309,7 +307,7 @@ class Run:
             checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
 
         self._saver.save(path, write)
-        self._last_checkpoint = time.perf_counter()
+        self._save_timer.restart()
 
     def _note_checkpoint(self, path: Path, digest: str | None, steps: int) -> None:
         if digest is not None:
@@ -352,10 +350,6 @@ class Run:
         if len(workers) >= self._num_workers_seen:  # the last ones to end would count the pages of all for theirs
             self._num_workers_seen = len(workers)
             self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
-
-    def _time_is_up(self) -> bool:
-        hours = self.config.training.duration_hours
-        return hours is not None and self.elapsed >= hours * 3600
 
     # The end
 

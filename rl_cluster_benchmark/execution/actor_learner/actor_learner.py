@@ -32,7 +32,7 @@ from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import NUM_COUNTS, council_of
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
-from rl_cluster_benchmark.execution.reports import order_of
+from rl_cluster_benchmark.execution.orders import order_of
 from rl_cluster_benchmark.machine import process
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times

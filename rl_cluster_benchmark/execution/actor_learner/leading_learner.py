@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +15,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines.other_machines import News, OtherMachines
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.learning.bad_numbers import mean_of
 from rl_cluster_benchmark.processes.claims import MOST, Claims
 from rl_cluster_benchmark.processes.process_times import MemoryLayout, TimeKeeper
@@ -24,6 +23,7 @@ from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.course import Goal, SaveTimer
 
 TURNS = 3  # of each learner in a step: enough that one on a faster core can do more than another
 REPLAY = -1  # in place of an unroll's row: one from the learner's own replay
@@ -97,7 +97,8 @@ class LeadingLearner:
     ) -> None:  # fmt: skip
         self.config, self.board, self.claims, self.store, self.weights = config, board, claims, store, weights
         self.algorithm, self.connection, self.keeper, self.others = algorithm, connection, keeper, others
-        self._order, self._left_out = shared["order"].numpy(), shared["left_out"][:, 0].numpy()
+        self._goal, self._save_timer, self._orders = Goal(config.training), SaveTimer(config), Orders(shared["order"])
+        self._left_out = shared["left_out"][:, 0].numpy()
         self._left_out_seen = 0
         self.steps, self.updates, self._elapsed_before = progress["steps"], progress["updates"], progress["elapsed"]
         self.steps_per_update = steps_per_update
@@ -105,7 +106,6 @@ class LeadingLearner:
         self._new_steps, self._lags, self._ages, self._in_use = 0, [], [], []  # type: ignore[var-annotated]
         self._rows = np.empty(0, dtype=np.int64)
         self._count = self._passes_left = 0
-        self._saved_at = time.perf_counter()
 
     def hand_out(self, clock: PhaseClock) -> None:
         """Announce the next step, or that there will be none.
@@ -190,13 +190,11 @@ class LeadingLearner:
         self._done, self._new_steps, self._lags, self._ages, self._in_use = [], 0, [], [], []
 
     def checkpoint_due(self) -> bool:
-        minutes = (time.perf_counter() - self._saved_at) / 60
-        every = self.updates % self.config.training.save_interval == 0
-        return every or minutes > self.config.logging.checkpoint_minutes
+        return self._save_timer.is_due(self.updates)
 
     def save(self, state: dict[str, Any], kind: str = "save") -> None:
         self._send(kind, checkpoint.pack(state))
-        self._saved_at = time.perf_counter()
+        self._save_timer.restart()
 
     def _news(self, stop: bool, left_out: int) -> News:
         """Of the unrolls about to be learned from. Steps that are left out were taken, if not learned from."""
@@ -235,9 +233,7 @@ class LeadingLearner:
 
     @property
     def _fraction(self) -> float:
-        training = self.config.training
-        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self._all_steps / training.total_timesteps, by_time))
+        return self._goal.fraction(self._all_steps, self._elapsed)
 
     @property
     def _all_steps(self) -> int:
@@ -245,11 +241,10 @@ class LeadingLearner:
 
     def _should_stop(self) -> bool:
         """An update in hand is finished, but for a signal."""
-        order = int(self._order[0])
-        if order == INTERRUPTED:
+        if self._orders.interrupted():
             return True
-        complete = self._all_steps + self._left_out_since() >= self.config.training.total_timesteps
-        return not self._done and (complete or (order == TIME_IS_UP and self.updates > 0))
+        complete = self._goal.is_reached(self._all_steps + self._left_out_since())
+        return not self._done and (complete or self._orders.should_stop(self.updates))
 
     def wait_for_others(self) -> None:
         """Nothing is left to do but to save: wait until that is true of all machines."""

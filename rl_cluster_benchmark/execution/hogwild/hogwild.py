@@ -24,7 +24,7 @@ from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import EXCHANGES, council_of, exchanges_before
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
-from rl_cluster_benchmark.execution.reports import order_of
+from rl_cluster_benchmark.execution.orders import order_of
 from rl_cluster_benchmark.execution.task import deal
 from rl_cluster_benchmark.learning.bad_numbers import mean_of
 from rl_cluster_benchmark.machine.planning import Plan

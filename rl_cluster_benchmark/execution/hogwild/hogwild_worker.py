@@ -21,7 +21,7 @@ from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.execution.loop import Worker, update
 from rl_cluster_benchmark.execution.machines import machine_averaging, machine_supervisor
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.experience.rollout import Episode
 from rl_cluster_benchmark.learning import bad_numbers
@@ -34,6 +34,7 @@ from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.course import Goal, SaveTimer
 
 NAP_SECONDS = 0.001
 STEPS, UPDATES, DONE = range(3)  # columns of the counters
@@ -142,7 +143,8 @@ class HogwildCourse:
         self, rank: int, connection: Connection, config: Config, shared: SharedTensors, progress: dict[str, Any], *,
         saves: bool, total_workers: int,
     ) -> None:  # fmt: skip
-        self.rank, self.connection, self.config, self.shared, self.saves = rank, connection, config, shared, saves
+        self.rank, self.connection, self.shared, self.saves = rank, connection, shared, saves
+        self._goal, self._save_timer, self._orders = Goal(config.training), SaveTimer(config), Orders(shared["order"])
         self.clock = PhaseClock()
         self.time = process_times.TimeKeeper(shared["times"][rank], self.clock)
         self._updates_before = progress["updates"]  # of the run, when it was resumed
@@ -157,9 +159,7 @@ class HogwildCourse:
 
     @property
     def fraction(self) -> float:
-        training = self.config.training
-        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self._steps / training.total_timesteps, by_time))
+        return self._goal.fraction(self._steps, self._elapsed)
 
     @property
     def _elapsed(self) -> float:
@@ -172,20 +172,19 @@ class HogwildCourse:
         return self._steps_before + self.count(STEPS) + int(self.shared["elsewhere"][machine_averaging.STEPS])
 
     def is_complete(self) -> bool:
-        return self._steps >= self.config.training.total_timesteps
+        return self._goal.is_reached(self._steps)
 
     def should_stop(self) -> bool:
-        order = int(self.shared["order"][0])
-        return order == INTERRUPTED or (order == TIME_IS_UP and self._updates_before + self.count(UPDATES) > 0)
+        return self._orders.should_stop(self._updates_before + self.count(UPDATES))
 
     def interrupted(self) -> bool:
-        return int(self.shared["order"][0]) == INTERRUPTED
+        return self._orders.interrupted()
 
     def start(self) -> None:
         """Time counts from when the workers of all machines are ready."""
         wait_until(lambda: bool(self.shared["go"][0]) or self.should_stop(), self.clock)
         self.time.start()
-        self._saved_at = time.perf_counter()
+        self._save_timer.restart()
 
     def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
         mine = self.shared["counters"][self.rank]
@@ -198,13 +197,11 @@ class HogwildCourse:
         self.send("record", report)
 
     def checkpoint_due(self) -> bool:
-        minutes = (time.perf_counter() - self._saved_at) / 60
-        every = self.updates % self.config.training.save_interval == 0
-        return self.saves and (every or minutes > self.config.logging.checkpoint_minutes)
+        return self.saves and self._save_timer.is_due(self.updates)
 
     def save(self, state: dict[str, Any]) -> None:
         self.send("save", checkpoint.pack(state))
-        self._saved_at = time.perf_counter()
+        self._save_timer.restart()
 
     def wait_for_all(self) -> None:
         """Nobody changes the parameters any more."""

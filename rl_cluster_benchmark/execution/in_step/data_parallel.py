@@ -25,8 +25,9 @@ from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat, join_machines
+from rl_cluster_benchmark.execution.orders import INTERRUPTED, order_of
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, order_of, write_down
+from rl_cluster_benchmark.execution.reports import write_down
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.machine import process

@@ -14,12 +14,13 @@ from rl_cluster_benchmark.config.schema import MAX_ENVS, Config
 from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
 from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps
 from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.experience.rollout import Episode
 from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.processes.process_times import MemoryLayout
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.course import Goal, SaveTimer
 
 ORDER, SIGNAL = 0, 1  # places in what the parent tells its workers
 
@@ -53,7 +54,8 @@ class WorkerCourse:
 
         `local_steps` is there when machines step by themselves.
         """
-        self.rank, self.seat, self.connection, self.config, self.shared = rank, seat, connection, config, shared
+        self.rank, self.seat, self.connection, self.shared = rank, seat, connection, shared
+        self._goal, self._save_timer, self._orders = Goal(config.training), SaveTimer(config), Orders(shared["order"])
         self.clock, self.reduce, self._links, self._local = clock, reduce, links, local_steps
         self.reports = rank == 0 and seat.node_rank == 0
         self.steps, self.updates = progress["steps"], progress["updates"]
@@ -64,19 +66,16 @@ class WorkerCourse:
     @property
     def fraction(self) -> float:
         """By steps or by time, whichever ends the run first; the same on all workers, as of the last update."""
-        training = self.config.training
-        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+        return self._goal.fraction(self.steps, self._elapsed)
 
     def is_complete(self) -> bool:
-        return self.steps >= self.config.training.total_timesteps
+        return self._goal.is_reached(self.steps)
 
     def should_stop(self) -> bool:
-        order = int(self.shared["order"][ORDER])
-        return order == INTERRUPTED or (order == TIME_IS_UP and self.updates > 0)
+        return self._orders.should_stop(self.updates)
 
     def interrupted(self) -> bool:
-        return int(self.shared["order"][ORDER]) == INTERRUPTED
+        return self._orders.interrupted()
 
     def start(self) -> None:
         """Wait for the workers of all machines: time counts from when all are ready, and nothing is written before."""
@@ -85,8 +84,8 @@ class WorkerCourse:
         if self.rank == 0:
             self._send("all started", None)
         self.clock.seconds = dict.fromkeys(PHASES, 0.0)
-        self._started = self._saved_at = time.perf_counter()
-        self._cpu_started = time.process_time()
+        self._save_timer.restart()
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
 
     def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
         """Count an update on all workers of all machines; the one that reports tells the parent."""
@@ -126,16 +125,14 @@ class WorkerCourse:
 
     def checkpoint_due(self) -> bool:
         """Between two averages a machine's parameters are its own: save when they are everybody's."""
-        minutes = (time.perf_counter() - self._saved_at) / 60
-        every = self.updates % self.config.training.save_interval == 0
-        self._save_is_due |= self.reports and (every or minutes > self.config.logging.checkpoint_minutes)
+        self._save_is_due |= self.reports and self._save_timer.is_due(self.updates)
         due = self._save_is_due and (self._local is None or self._local.is_averaged(self.updates))
         self._save_is_due &= not due
         return due
 
     def save(self, state: dict[str, Any]) -> None:
         self._send("save", checkpoint.pack(state))
-        self._saved_at = time.perf_counter()
+        self._save_timer.restart()
 
     def finish(self, state: dict[str, Any]) -> None:
         if self.seat.num_nodes > 1:

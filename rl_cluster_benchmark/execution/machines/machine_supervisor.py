@@ -19,10 +19,11 @@ from rl_cluster_benchmark.execution.machines.machine_averaging import (
     NoAveraging,
 )
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.execution.orders import INTERRUPTED, TIME_IS_UP
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.process_times import MemoryLayout
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
+from rl_cluster_benchmark.run.course import Goal
 
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_BETWEEN_TIMES = 1.0
@@ -47,7 +48,7 @@ class MachineSupervisor:
         """`look` gives the order for the workers as this machine sees it, `start` is called when time begins to count,
         `times` is what the head is told now and then of where the workers spend theirs.
         """
-        self.cluster, self.config, self.council, self.flags = cluster, config, council, flags
+        self.cluster, self.council, self.flags, self._goal = cluster, council, flags, Goal(config.training)
         self._steps_before, self._look, self._start, self._times = steps_before, look, start, times
         self._first_is_done, self._told_at = False, 0.0
 
@@ -114,5 +115,5 @@ class MachineSupervisor:
             self.flags["order"][0] = INTERRUPTED
             node, number = next((node, number) for node, number in enumerate(word.signals) if number)
             self.cluster.take_signal(node, number)
-        elif word.any_is(TIME_IS_OVER) or steps >= self.config.training.total_timesteps:
+        elif word.any_is(TIME_IS_OVER) or self._goal.is_reached(steps):
             self.flags["order"][0] = TIME_IS_UP
