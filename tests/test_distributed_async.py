@@ -31,6 +31,7 @@ from rl_cluster_benchmark.execution.machines import machine_supervisor
 from rl_cluster_benchmark.execution.machines.machine_averaging import MachineAveraging
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.other_machines import Corrections, IndependentMachines, News
+from rl_cluster_benchmark.execution.messages import UpdateMade
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine.planning import plan
 from rl_cluster_benchmark.processes.pool import WorkerPool
@@ -96,7 +97,7 @@ def sit_in_council(rank, connection, port):
             vector.now += step
             learned += step
             updates += 1
-            council.report("update", {"number": updates})
+            council.report(UpdateMade(updates, {}, at=0.0))
         council.done = updates == UPDATES
         council.signal = 10 if rank == 2 and updates > 5 else 0
         time.sleep(0.001 + 0.002 * rank)
@@ -104,7 +105,7 @@ def sit_in_council(rank, connection, port):
     told = {"signals": council.heard.signals, "elsewhere": council.elsewhere.tolist(), "heard": heard}
     seen = {"snapshots": vector.snapshots, "corrections": vector.corrections, "now": vector.now}
     tensors = checkpoint.pack({"start": start, "learned": learned, **seen})  # not by descriptors: this process ends
-    connection.send(("message", (tensors, told)))
+    connection.send((tensors, told))
 
 
 def test_parameters_are_averaged_while_all_go_on():
@@ -127,7 +128,7 @@ def test_parameters_are_averaged_while_all_go_on():
         words = said[rank][1]
         assert words["signals"] == [0, 0, 10], "all know who received one"
         assert words["elsewhere"] == [800.0, 80.0, 2.0, 4.0, 6.0]
-        by_machine = {node: [c["number"] for n, _, c in words["heard"] if n == node] for node in range(NUM_MACHINES)}
+        by_machine = {node: [report.steps for n, report in words["heard"] if n == node] for node in range(NUM_MACHINES)}
         everything = list(range(1, UPDATES + 1))
         assert by_machine == dict.fromkeys(range(NUM_MACHINES), everything if rank == 0 else []), "once, in order"
 

@@ -20,6 +20,7 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.hogwild import hogwild, hogwild_worker
 from rl_cluster_benchmark.execution.hogwild.hogwild_worker import SumSinceLastTime, share
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
+from rl_cluster_benchmark.execution.messages import StateToSave, UpdateMade
 from rl_cluster_benchmark.learning.learner import Learner
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.learning.reduction import Alone
@@ -121,13 +122,13 @@ def test_a_resumed_run_of_several_machines_draws_no_random_number_again():
 def test_steps_before_a_checkpoint_and_of_a_run_that_fails_count(tmp_path, monkeypatch):
     """Of three workers that make up an update, two have reported when one saves, and one when another fails."""
     recorded = []
-    report = {"steps": 64, "episodes": [], "losses": {"policy_loss": 0.5}, "lag": 0, "at": 1.0}
+    report = UpdateMade(64, {"policy_loss": 0.5}, at=1.0)
 
     def supervise(supervisor, pool, hear):
-        hear(0, "record", report)
-        hear(0, "record", report)
-        hear(0, "save", checkpoint.pack({}))
-        hear(0, "record", report)
+        hear(0, report)
+        hear(0, report)
+        hear(0, StateToSave(checkpoint.pack({})))
+        hear(0, report)
         raise TrainingFailedError("Worker 1 was killed")
 
     monkeypatch.setattr(hogwild.MachineSupervisor, "run", supervise)
@@ -136,7 +137,7 @@ def test_steps_before_a_checkpoint_and_of_a_run_that_fails_count(tmp_path, monke
     run = SimpleNamespace(
         config=config, plan=plan, resumed_path=None, progress_state=lambda: {"steps": 0}, clock=PhaseClock(),
         asynchrony=Asynchrony(), start=lambda: None,
-        record=lambda **parts: recorded.append(parts["steps"]), save=lambda state: recorded.append("saved"),
+        record=lambda steps, *rest: recorded.append(steps), save=lambda state: recorded.append("saved"),
     )  # fmt: skip
     with pytest.raises(TrainingFailedError, match="Worker 1"):
         hogwild.train(run, MachineAlone(plan, Signals()))

@@ -414,8 +414,8 @@ def sums_since_last_time(workers: int = 2, times: int = 2) -> Case:
         def work() -> None:
             news = hogwild_worker.SumSinceLastTime(memory["table"], rank, memory["elsewhere"])  # type: ignore[arg-type]
             course: Any = SimpleNamespace(
-                rank=rank, shared=memory, send=lambda *_: None, time=SimpleNamespace(write=lambda: None),
-                updates=0, version=0, _elapsed=0.0,
+                rank=rank, shared=memory, connection=SimpleNamespace(send=lambda _: None),
+                time=SimpleNamespace(write=lambda: None), updates=0, version=0, _elapsed=0.0,
             )  # fmt: skip
             course.count = lambda column: hogwild_worker.HogwildCourse.count(course, column)
             total = 0

@@ -26,13 +26,15 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
 from rl_cluster_benchmark.execution.actor_learner.actor_process import act
 from rl_cluster_benchmark.execution.actor_learner.learner_process import learn_in_step
-from rl_cluster_benchmark.execution.actor_learner.records import Records
+from rl_cluster_benchmark.execution.actor_learner.machines_updates import MachinesUpdates
 from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import NUM_COUNTS, council_of
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
+from rl_cluster_benchmark.execution.messages import LostContact, ProcessTimes, Report
 from rl_cluster_benchmark.execution.orders import order_of
+from rl_cluster_benchmark.execution.reports import Reports
 from rl_cluster_benchmark.machine import process
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times
@@ -46,11 +48,11 @@ def train(run: Run, cluster: Cluster | MachineAlone) -> None:
     """On the head of a cluster, or on a machine alone: run its processes, write down what those of all report."""
     folder, progress = run.directory.root, run.progress_state()
     here = ActorLearnerMachine(cluster, run.config, run.plan, folder, run.resumed_path, progress)
-    records = Records(run, here.shared, here.times)
+    updates = MachinesUpdates(run, here.shared, here.times)
     try:
-        here.train(look=lambda: order_of(run), start=run.start, hear=records.hear)
+        here.train(look=lambda: order_of(run), start=run.start, hear=Reports(run, updates).hear)
     finally:  # also of a run that fails every step counts
-        records.record_the_rest()
+        updates.complete()
 
 
 def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
@@ -72,9 +74,9 @@ class ActorLearnerMachine:
 
     def train(
         self, *, look: Callable[[], int], start: Callable[[], None] = lambda: None,
-        hear: Callable[[int, str, Any], None] = lambda *report: None,
+        hear: Callable[[int, Report], None] = lambda node, report: None,
     ) -> None:  # fmt: skip
-        """On the head, `hear` gets what the processes of all machines report: (machine, kind, content)."""
+        """On the head, `hear` gets what the processes of all machines report."""
         shared, plan = self.shared, self.plan
         council = council_of(
             shared.seat,
@@ -96,10 +98,9 @@ class ActorLearnerMachine:
         """Return what this machine has counted for itself; machines in step with it know its counts."""
         return self.shared.flags["here"].tolist() if self.shared.is_on_its_own else [0.0] * NUM_COUNTS
 
-    def times(self) -> dict[str, Any]:
+    def times(self) -> ProcessTimes:
         """Return where the processes of this machine spend their time, and how many actors were replaced."""
-        rows, learners = self.shared.flags["times"].tolist(), self.plan.num_learners
-        return {"learners": rows[:learners], "actors": rows[learners:], "restarts": self.replace.count}
+        return ProcessTimes(self.shared.flags["times"].tolist(), self.plan.num_learners, self.replace.count)
 
 
 class Replacements:
@@ -154,5 +155,5 @@ def work(rank: int, connection: Connection, shared: Shared, progress: dict[str, 
         else:
             act(rank - shared.num_learners, connection, shared, progress, restarts, keeper)
     except LostContactError as error:
-        connection.send(("message", ("lost contact", str(error))))
+        connection.send(LostContact(str(error)))
     keeper.write()

@@ -13,6 +13,7 @@ from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines import machine_supervisor
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.other_machines import IndependentMachines
+from rl_cluster_benchmark.execution.messages import Started
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.machine.planning import Plan
@@ -72,7 +73,7 @@ class Shared:
 
     def start(self, connection: Connection, keeper: process_times.TimeKeeper, greeting: str) -> None:
         """In a process that is ready: say so, and wait until all are. Time counts from then on."""
-        connection.send(("message", ("started", greeting)))
+        connection.send(Started(greeting))
         go, board = self.flags["go"].numpy(), self.board()
         wait_until(lambda: bool(go[0]) or board.stopped, keeper.clock)
         keeper.start()

@@ -11,6 +11,7 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.seeding import integer_seed
 from rl_cluster_benchmark.env.environments import make_env
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
+from rl_cluster_benchmark.execution.messages import BadNumbers, EpisodesEnded
 from rl_cluster_benchmark.experience.rewards import DiscountedReturns
 from rl_cluster_benchmark.experience.rollout import Collector
 from rl_cluster_benchmark.kernels import pooling
@@ -76,9 +77,9 @@ def act(
         if is_bad:  # the page stays free: nobody sees it
             shared.flags["left_out"][actor, 0] += rollout.num_steps
             bad = bad_numbers.left_out(counts, config.training.on_nan)
-            connection.send(("message", ("bad numbers", bad)))
+            connection.send(BadNumbers(bad))
         else:
             store.publish(actor, page, version=version, return_moments=returns.moments(rollout))
         keeper.write()
         if rollout.episodes:
-            connection.send(("message", ("episodes", rollout.episodes)))
+            connection.send(EpisodesEnded(list(rollout.episodes)))

@@ -15,6 +15,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines.other_machines import News, OtherMachines
+from rl_cluster_benchmark.execution.messages import FinalState, NothingLeftToDo, StateToSave, UpdateMade
 from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.learning.bad_numbers import mean_of
 from rl_cluster_benchmark.processes.claims import MOST, Claims
@@ -185,16 +186,18 @@ class LeadingLearner:
             "async/slots_in_use": float(np.mean(self._in_use or [0.0])) / self.store.capacity,
         }
         losses = mean_of(self._done) if self._done else nothing_learned(self.config.training, self._fraction)
-        report = {"steps": self._new_steps, "losses": losses, "asynchrony": asynchrony, "at": self._elapsed}
-        self._send("record", report)
+        self.connection.send(UpdateMade(self._new_steps, losses, self._elapsed, asynchrony=asynchrony))
         self._done, self._new_steps, self._lags, self._ages, self._in_use = [], 0, [], [], []
 
     def checkpoint_due(self) -> bool:
         return self._save_timer.is_due(self.updates)
 
-    def save(self, state: dict[str, Any], kind: str = "save") -> None:
-        self._send(kind, checkpoint.pack(state))
+    def save(self, state: dict[str, Any]) -> None:
+        self.connection.send(StateToSave(checkpoint.pack(state)))
         self._save_timer.restart()
+
+    def finish(self, state: dict[str, Any]) -> None:
+        self.connection.send(FinalState(checkpoint.pack(state)))
 
     def _news(self, stop: bool, left_out: int) -> News:
         """Of the unrolls about to be learned from. Steps that are left out were taken, if not learned from."""
@@ -248,8 +251,5 @@ class LeadingLearner:
 
     def wait_for_others(self) -> None:
         """Nothing is left to do but to save: wait until that is true of all machines."""
-        self._send("done", None)
+        self.connection.send(NothingLeftToDo())
         self.others.wait_for_end(self.algorithm.learner, self.weights)
-
-    def _send(self, kind: str, content: Any) -> None:
-        self.connection.send(("message", (kind, content)))

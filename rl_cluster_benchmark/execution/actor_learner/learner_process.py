@@ -75,7 +75,7 @@ def learn_in_step(
         leader.record()
         leader.wait_for_others()
         if shared.saves:
-            leader.save(state_of(model, algorithm, task.observation_shape, task.num_actions), kind="final state")
+            leader.finish(state_of(model, algorithm, task.observation_shape, task.num_actions))
 
 
 def _join(rank: int, shared: Shared, clock: PhaseClock) -> tuple[SharedMemoryReducer, OtherMachines]:

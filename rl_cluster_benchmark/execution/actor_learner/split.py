@@ -163,7 +163,7 @@ def _measure(
     )
     answer = {size: taken / size for size, taken in zip(sizes, asked, strict=True)}
     act = act / (n_steps * num_envs) - answer[num_envs]
-    connection.send(("message", [learn / (n_steps * together), *(act + answer[size] for size in sizes)]))
+    connection.send([learn / (n_steps * together), *(act + answer[size] for size in sizes)])
 
 
 def _seconds(seconds: float, *works: Callable[[], object]) -> list[float]:

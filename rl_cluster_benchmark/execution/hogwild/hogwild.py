@@ -9,7 +9,7 @@ own what the mean of all was ahead of them. The workers go on meanwhile, and wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,26 @@ from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import EXCHANGES, council_of, exchanges_before
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
+from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, Report, UpdateMade
 from rl_cluster_benchmark.execution.orders import order_of
+from rl_cluster_benchmark.execution.reports import Reports, merged
 from rl_cluster_benchmark.execution.task import deal
-from rl_cluster_benchmark.learning.bad_numbers import mean_of
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.processes.watchdog import limit_of
-from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 
 
 def train(run: Run, cluster: Cluster | MachineAlone) -> None:
     """On the head of a cluster, or on a machine alone: run its workers, write down what those of all report."""
     here = HogwildMachine(cluster, run.config, run.plan, run.progress_state())
-    records = CombinedUpdates(run, here)
+    updates = CombinedUpdates(run, here)
     try:
-        here.train(run.resumed_path, look=lambda: order_of(run), start=run.start, hear=records.hear)
+        here.train(run.resumed_path, look=lambda: order_of(run), start=run.start, hear=Reports(run, updates).hear)
     finally:  # also of a run that fails every step counts
-        records.record_the_rest()
+        updates.complete()
 
 
 def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
@@ -64,15 +64,15 @@ class HogwildMachine:
 
     def train(
         self, resumed_path: Path | None, *, look: Callable[[], int], start: Callable[[], None] = lambda: None,
-        hear: Callable[[int, str, Any], None] = lambda *report: None,
+        hear: Callable[[int, Report], None] = lambda node, report: None,
     ) -> None:  # fmt: skip
-        """On the head, `hear` gets what the workers of all machines report: (machine, kind, content)."""
+        """On the head, `hear` gets what the workers of all machines report."""
         config, plan, seat = self.config, self.plan, self.seat
         between = config.cluster.sync_every * seat.total_workers
         council = council_of(seat, counts=self.counts, exchange=self, updates_between=between, hear=hear)
         machine = MachineSupervisor(
             self.cluster, config, council, self.shared, self.progress["steps"],
-            look=look, start=start, times=self.shared["times"].tolist,
+            look=look, start=start, times=lambda: ProcessTimes(self.shared["times"].tolist()),
         )  # fmt: skip
         shards = seat.own(deal(config.env.num_envs, seat.total_workers), plan.num_workers)
         args = (config, plan, shards, self.shared, resumed_path, self.progress, seat)
@@ -94,54 +94,37 @@ class HogwildMachine:
 
 
 class CombinedUpdates:
-    """What the head hears of the workers of all machines, and how it becomes updates of the run.
+    """Updates of all workers of all machines, each made by one of them alone.
 
-    As many updates as there are workers count as one: as much experience as an update of A2C.
+    As many updates as there are workers count as one of the run: as much experience as an update of A2C.
     """
 
     def __init__(self, run: Run, here: HogwildMachine) -> None:
-        self.run, self.here = run, here
+        self._run, self._here = run, here
         self._tables: dict[int, Tensor] = {0: here.shared["times"]}  # of each machine
         self._seconds_before, self._exchanges_before = dict(run.clock.seconds), exchanges_before(run)
-        self._together: list[dict[str, Any]] = []
+        self._together: list[UpdateMade] = []
 
-    def hear(self, node: int, kind: str, content: Any) -> None:
-        if kind == "started":
-            print(content, flush=True)
-        elif kind == "record":
-            self._together.append(content)
-            if len(self._together) == self.here.seat.total_workers:
-                self.record_the_rest()
-        elif kind == "times":
-            self._tables[node] = torch.tensor(content, dtype=torch.float64)
-        elif kind == "save":
-            self.record_the_rest()  # the parameters have learned from these steps: the checkpoint counts them
-            self.run.save(checkpoint.unpack(content))
-        elif kind == "final state":
-            self.record_the_rest()
-            self.run.finish(checkpoint.unpack(content))
+    def hear(self, node: int, report: UpdateMade | EpisodesEnded | ProcessTimes) -> None:
+        match report:
+            case UpdateMade():
+                self._together.append(report)
+                if len(self._together) == self._here.seat.total_workers:
+                    self.complete()
+            case ProcessTimes(rows):
+                self._tables[node] = torch.tensor(rows, dtype=torch.float64)
+            case EpisodesEnded():
+                raise AssertionError("workers tell of episodes with their updates")
 
-    def record_the_rest(self) -> None:
+    def complete(self) -> None:
         """Make an update of the run of whatever has been heard since the last one."""
         if not self._together:
             return
         everyone = torch.cat(list(self._tables.values()))
-        self.run.clock.seconds = process_times.mean_phases(everyone, self._seconds_before)
-        self.run.worker_cpu_seconds = process_times.cpu_seconds(everyone)
-        report = merged(self._together)
+        self._run.clock.seconds = process_times.mean_phases(everyone, self._seconds_before)
+        self._run.worker_cpu_seconds = process_times.cpu_seconds(everyone)
+        update = merged(self._together)
         self._together.clear()
-        if self.here.seat.num_nodes > 1:
-            report["asynchrony"][EXCHANGES] = float(self._exchanges_before + self.here.exchanges)
-        self.run.record(**report)
-
-
-def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Updates of several workers as one."""
-    lags = [report["lag"] for report in reports]
-    return {
-        "steps": sum(report["steps"] for report in reports),
-        "episodes": [episode for report in reports for episode in report["episodes"]],
-        "losses": mean_of([report["losses"] for report in reports]),
-        "asynchrony": {"async/policy_lag": sum(lags) / len(lags), "async/policy_lag_max": float(max(lags))},
-        "at": max(report["at"] for report in reports),
-    }
+        if self._here.seat.num_nodes > 1:
+            update.asynchrony[EXCHANGES] = float(self._exchanges_before + self._here.exchanges)
+        self._run.record(update.steps, update.episodes, update.losses, update.asynchrony, update.at)

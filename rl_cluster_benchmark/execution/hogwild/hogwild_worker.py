@@ -21,6 +21,7 @@ from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.execution.loop import Worker, update
 from rl_cluster_benchmark.execution.machines import machine_averaging, machine_supervisor
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.execution.messages import FinalState, NothingLeftToDo, Started, StateToSave, UpdateMade
 from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.experience.rollout import Episode
@@ -81,7 +82,7 @@ def work(
             on_policy.learner.flat.copy_(shared["parameters"])
             worker.model.weights_changed()
 
-    course.send("started", f"Worker {rank} started with {len(shards[rank])} environments")
+    connection.send(Started(f"Worker {rank} started with {len(shards[rank])} environments"))
     _learn(worker, course, fetch)
 
 
@@ -193,14 +194,14 @@ class HogwildCourse:
         mine[UPDATES] += 1
         self.updates += 1
         self.time.write()
-        report = {"steps": steps, "episodes": list(episodes), "losses": losses, "lag": lag, "at": self._elapsed}
-        self.send("record", report)
+        asynchrony = {"async/policy_lag": float(lag), "async/policy_lag_max": float(lag)}
+        self.connection.send(UpdateMade(steps, losses, self._elapsed, list(episodes), asynchrony))
 
     def checkpoint_due(self) -> bool:
         return self.saves and self._save_timer.is_due(self.updates)
 
     def save(self, state: dict[str, Any]) -> None:
-        self.send("save", checkpoint.pack(state))
+        self.connection.send(StateToSave(checkpoint.pack(state)))
         self._save_timer.restart()
 
     def wait_for_all(self) -> None:
@@ -209,14 +210,11 @@ class HogwildCourse:
         counters[self.rank, DONE] = 1
         wait_until(lambda: self.count(DONE) == len(counters), self.clock)
         if self.rank == 0:
-            self.send("done", None)
+            self.connection.send(NothingLeftToDo())
             while not int(self.shared["closed"][0]):
                 beat(is_waiting=True)  # for other machines, as long as they are there
                 time.sleep(NAP_SECONDS)
 
     def finish(self, state: dict[str, Any]) -> None:
         if self.saves:
-            self.send("final state", checkpoint.pack(state))
-
-    def send(self, kind: str, content: Any) -> None:
-        self.connection.send(("message", (kind, content)))
+            self.connection.send(FinalState(checkpoint.pack(state)))

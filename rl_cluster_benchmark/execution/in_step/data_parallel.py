@@ -25,9 +25,21 @@ from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat, join_machines
+from rl_cluster_benchmark.execution.messages import (
+    AllStarted,
+    EpisodesEnded,
+    LostContact,
+    Message,
+    NothingLeftToDo,
+    ProcessTimes,
+    Report,
+    SignalElsewhere,
+    Started,
+    UpdateMade,
+)
 from rl_cluster_benchmark.execution.orders import INTERRUPTED, order_of
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
-from rl_cluster_benchmark.execution.reports import write_down
+from rl_cluster_benchmark.execution.reports import Reports
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.machine import process
@@ -42,23 +54,30 @@ from rl_cluster_benchmark.run.run import Run
 
 def train(run: Run, cluster: Cluster | MachineAlone) -> None:
     """On the head of a cluster, or on a machine alone: run its workers and write everything down."""
-    machine = MachineWorkers(cluster, run.config, run.plan)
-
-    def hear(rank: int, kind: str, content: Any) -> None:
-        if kind == "started":
-            print(f"Worker {rank} started with {len(machine.shards[rank])} environments", flush=True)
-        elif kind == "all started":
-            run.start()
-        else:
-            write_down(run, kind, content)
-
-    machine.train(run.resumed_path, run.progress_state(), look=lambda: order_of(run), hear=hear)
+    machine, reports = MachineWorkers(cluster, run.config, run.plan), Reports(run, CommonUpdates(run))
+    machine.train(run.resumed_path, run.progress_state(), look=lambda: order_of(run), hear=reports.hear)
 
 
 def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
     """On every other machine of a cluster."""
     machine = MachineWorkers(cluster, config, plan)
-    machine.train(checkpoint, progress, look=Follower(cluster), hear=lambda rank, kind, content: None)
+    machine.train(checkpoint, progress, look=Follower(cluster), hear=lambda node, report: None)
+
+
+class CommonUpdates:
+    """Updates that all workers of all machines have made together: each is one of the run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def hear(self, node: int, report: UpdateMade | EpisodesEnded | ProcessTimes) -> None:
+        assert isinstance(report, UpdateMade)
+        assert report.times is not None
+        self._run.clock.seconds, self._run.worker_cpu_seconds = report.times.phase_seconds, report.times.cpu_seconds
+        self._run.record(report.steps, report.episodes, report.losses, at=report.at)
+
+    def complete(self) -> None:
+        """Nothing is ever left."""
 
 
 class MachineWorkers:
@@ -79,7 +98,7 @@ class MachineWorkers:
 
     def train(
         self, resumed_path: Path | None, progress: dict[str, Any], *, look: Callable[[], int],
-        hear: Callable[[int, str, Any], None],
+        hear: Callable[[int, Report], None],
     ) -> None:  # fmt: skip
         """Run the workers to their end. `look` gives the order for them, `hear` gets what they report."""
         membership, received = self.cluster.membership, self.cluster.signals
@@ -99,14 +118,18 @@ class MachineWorkers:
         args = (self.config, self.plan, self.shards, *means, resumed_path, progress, self.seat)
         limit = limit_of(self.config)
         with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores, watchdog=limit) as pool:
-            for rank, (kind, content) in pool.messages(watch):
-                has_begun |= kind == "all started"
-                if kind == "lost contact":
-                    raise membership.explain(TrainingFailedError(content))
-                if kind == "signal elsewhere":
-                    self.cluster.take_signal(*content)
-                else:
-                    hear(rank, kind, content)
+            message: Message
+            for _, message in pool.messages(watch):
+                match message:
+                    case LostContact(reason):
+                        raise membership.explain(TrainingFailedError(reason))
+                    case SignalElsewhere(node, number):
+                        self.cluster.take_signal(node, number)
+                    case NothingLeftToDo():
+                        raise AssertionError("these workers end together")
+                    case _:
+                        has_begun |= isinstance(message, AllStarted)
+                        hear(self.cluster.rank, message)
 
 
 def _sums(config: Config, task: Task) -> tuple[int, int]:
@@ -146,6 +169,7 @@ def _work(
             rank, seat, connection, config, shared, progress,
             clock=clock, reduce=everywhere, links=links, local_steps=local_steps,
         )  # fmt: skip
+        connection.send(Started(f"Worker {rank} started with {len(shards[rank])} environments"))
         learn(worker, course, everywhere)
     except LostContactError as error:
-        connection.send(("message", ("lost contact", str(error))))
+        connection.send(LostContact(str(error)))

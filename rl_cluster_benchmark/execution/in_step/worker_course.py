@@ -14,6 +14,14 @@ from rl_cluster_benchmark.config.schema import MAX_ENVS, Config
 from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
 from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps
 from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat
+from rl_cluster_benchmark.execution.messages import (
+    AllStarted,
+    FinalState,
+    MeanTimes,
+    SignalElsewhere,
+    StateToSave,
+    UpdateMade,
+)
 from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.experience.rollout import Episode
 from rl_cluster_benchmark.learning.reduction import Reducer
@@ -79,10 +87,9 @@ class WorkerCourse:
 
     def start(self) -> None:
         """Wait for the workers of all machines: time counts from when all are ready, and nothing is written before."""
-        self._send("started", None)
         self.reduce(torch.zeros(1, dtype=torch.float64))
         if self.rank == 0:
-            self._send("all started", None)
+            self.connection.send(AllStarted())
         self.clock.seconds = dict.fromkeys(PHASES, 0.0)
         self._save_timer.restart()
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
@@ -104,16 +111,15 @@ class WorkerCourse:
         self._elapsed = self._elapsed_before + elapsed / workers
         everyones = self._finished_episodes() if self.rank == 0 else None
         if self.reports and everyones is not None:
-            self._send(
-                "record",
-                {
-                    "steps": int(total_steps),
-                    "episodes": [tuple(row) for row in in_order(everyones).tolist()],
-                    "losses": losses,
-                    "at": self._elapsed,
-                    "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
-                    "cpu_seconds": cpu,
-                },
+            phase_seconds = {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)}
+            self.connection.send(
+                UpdateMade(
+                    steps=int(total_steps),
+                    losses=losses,
+                    at=self._elapsed,
+                    episodes=[tuple(row) for row in in_order(everyones).tolist()],
+                    times=MeanTimes(phase_seconds, cpu),
+                )
             )
         if self._local is not None:
             self._local.update_done(self.updates)
@@ -131,7 +137,7 @@ class WorkerCourse:
         return due
 
     def save(self, state: dict[str, Any]) -> None:
-        self._send("save", checkpoint.pack(state))
+        self.connection.send(StateToSave(checkpoint.pack(state)))
         self._save_timer.restart()
 
     def finish(self, state: dict[str, Any]) -> None:
@@ -140,7 +146,7 @@ class WorkerCourse:
         if self._local is not None and not self._local.is_averaged(self.updates):
             state = self._local.last_state(self.updates)
         if self.reports:
-            self._send("final state", checkpoint.pack(state))
+            self.connection.send(FinalState(checkpoint.pack(state)))
 
     def _agree_on_signal(self) -> None:
         """Tell the parents of all machines of a signal that one of them has received: all end with its status."""
@@ -150,7 +156,4 @@ class WorkerCourse:
         self.reduce(signals)
         if self.rank == 0 and signals.any():
             node = int(signals.argmax())
-            self._send("signal elsewhere", (node, int(signals[node])))
-
-    def _send(self, kind: str, content: Any) -> None:
-        self.connection.send(("message", (kind, content)))
+            self.connection.send(SignalElsewhere(node, int(signals[node])))

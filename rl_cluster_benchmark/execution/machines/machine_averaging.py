@@ -7,7 +7,6 @@ Whatever a machine has to report travels to the head beside a talk, as lines of 
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat, told_as_loss
+from rl_cluster_benchmark.execution.messages import Report, from_line, to_line
 from rl_cluster_benchmark.run.run import Run
 
 SECONDS_BETWEEN_TALKS = (0.02, 0.2)  # when there is something to decide; when there is not
@@ -79,7 +79,7 @@ class MachineAveraging:
 
     def __init__(
         self, seat: MachineSeat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None,
-        updates_between: int, hear: Callable[[int, str, Any], None],
+        updates_between: int, hear: Callable[[int, Report], None],
     ) -> None:  # fmt: skip
         """`counts` gives this machine's; parameters are exchanged whenever all machines together have counted
         `updates_between` updates more; `hear`, on the head, gets what other machines report.
@@ -98,9 +98,9 @@ class MachineAveraging:
         self._talked_at, self._updates_told = 0.0, 0.0
         self._course = self._converse()
 
-    def report(self, kind: str, content: Any) -> None:
-        """To the head."""
-        self._reports.append(json.dumps([kind, content]).encode() + b"\n")
+    def report(self, report: Report) -> None:
+        """Tell the head, with one of the next talks."""
+        self._reports.append(to_line(report))
 
     def poll(self) -> None:
         """Go on with whatever has come to its end. Raises LostContactError if a machine is gone."""
@@ -142,7 +142,7 @@ class MachineAveraging:
         self._room = word.longest_report
         for node, row in enumerate(rows):
             for line in filter(None, bytes(row.numpy()).split(b"\n")):
-                self._hear(node, *json.loads(line))
+                self._hear(node, from_line(line))
         return word
 
     def _is_urgent(self) -> bool:
@@ -209,7 +209,7 @@ class NoAveraging:
         total[TIME_IS_OVER], total[SIGNALS] = self.time_is_over, self.signal
         return Word(total, num_nodes=1)
 
-    def report(self, kind: str, content: Any) -> None:
+    def report(self, report: Report) -> None:
         raise AssertionError("a machine alone is its own head")
 
     def poll(self) -> None:
@@ -218,7 +218,7 @@ class NoAveraging:
 
 def council_of(
     seat: MachineSeat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None, updates_between: int,
-    hear: Callable[[int, str, Any], None],
+    hear: Callable[[int, Report], None],
 ) -> MachineAveraging | NoAveraging:  # fmt: skip
     """Return a machine's seat in the council; the arguments are those of MachineAveraging."""
     if seat.num_nodes == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -19,6 +18,15 @@ from rl_cluster_benchmark.execution.machines.machine_averaging import (
     NoAveraging,
 )
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError
+from rl_cluster_benchmark.execution.messages import (
+    LostContact,
+    Message,
+    NothingLeftToDo,
+    ProcessTimes,
+    Report,
+    SignalElsewhere,
+    Started,
+)
 from rl_cluster_benchmark.execution.orders import INTERRUPTED, TIME_IS_UP
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.process_times import MemoryLayout
@@ -43,7 +51,7 @@ class MachineSupervisor:
     def __init__(
         self, cluster: Cluster | MachineAlone, config: Config, council: MachineAveraging | NoAveraging,
         flags: SharedTensors, steps_before: int, *, look: Callable[[], int], start: Callable[[], None],
-        times: Callable[[], Any],
+        times: Callable[[], ProcessTimes],
     ) -> None:  # fmt: skip
         """`look` gives the order for the workers as this machine sees it, `start` is called when time begins to count,
         `times` is what the head is told now and then of where the workers spend theirs.
@@ -52,7 +60,7 @@ class MachineSupervisor:
         self._steps_before, self._look, self._start, self._times = steps_before, look, start, times
         self._first_is_done, self._told_at = False, 0.0
 
-    def run(self, pool: WorkerPool, hear: Callable[[int, str, Any], None]) -> None:
+    def run(self, pool: WorkerPool, hear: Callable[[int, Report], None]) -> None:
         """Until all workers of all machines have ended. What those here say goes to the head, there to `hear`.
 
         The first of them says that it is done when nothing is left to do but to save, and ends once that is true of all
@@ -69,23 +77,28 @@ class MachineSupervisor:
             self.cluster.membership.check()
 
         try:
-            for rank, (kind, content) in pool.messages(watch, SECONDS_BETWEEN_LOOKS):
-                if kind == "lost contact":
-                    raise LostContactError(content)
-                if kind == "started":
-                    started.add(rank)
-                if kind == "done":
-                    self._first_is_done = True
-                elif self.cluster.is_head:
-                    hear(0, kind, content)
-                elif kind != "started":
-                    self.council.report(kind, content)
+            message: Message
+            for rank, message in pool.messages(watch, SECONDS_BETWEEN_LOOKS):
+                match message:
+                    case LostContact(reason):
+                        raise LostContactError(reason)
+                    case NothingLeftToDo():
+                        self._first_is_done = True
+                    case SignalElsewhere():
+                        raise AssertionError("these node processes hear of signals themselves")
+                    case _:
+                        if isinstance(message, Started):
+                            started.add(rank)
+                        if self.cluster.is_head:
+                            hear(0, message)
+                        elif not isinstance(message, Started):
+                            self.council.report(message)
         except LostContactError as error:
             raise self.cluster.membership.explain(error) from None
 
     def _tell_times(self, now: bool) -> None:
         if not self.cluster.is_head and (now or time.monotonic() - self._told_at > SECONDS_BETWEEN_TIMES):
-            self.council.report("times", self._times())
+            self.council.report(self._times())
             self._told_at = time.monotonic()
 
     def _talk(self) -> None:
