@@ -365,7 +365,7 @@ def help_with_rollouts(
     pipes, counts = Pipes(page), [images] * workers
     shards = [slice(sum(counts[:i]), sum(counts[: i + 1])) for i in range(workers)]
     memory = Memory(
-        workers=(workers, 2), posts=(workers, 5), features=(sum(counts),), observations=(steps, sum(counts)),
+        workers=(workers, 2), posts=(workers, 3), features=(sum(counts),), observations=(steps, sum(counts)),
         arrivals=(workers, 1),
     )  # fmt: skip
     free = claims_on(pipes)
@@ -375,7 +375,7 @@ def help_with_rollouts(
 
     def worker(rank: int) -> Callable[[], None]:
         def work() -> None:
-            shared: Any = SimpleNamespace(posts=1, memory=memory, free=free)
+            shared: Any = SimpleNamespace(memory=memory, free=free)
             clock, own = PhaseClock(), shards[rank]
             with with_pipes(pipes):
                 mine = helping.Helping(shared, rank, shards, memory["observations"], model, clock)  # type: ignore[arg-type]
@@ -395,7 +395,7 @@ def help_with_rollouts(
 
     def judge(notes: dict[str, list[Any]], at_end: dict[str, Any]) -> None:
         assert notes["free"] == [tuple(range(workers))], f"posts that are free: {notes['free']}"
-        taken = [at_end[f"posts[{5 * i + helping.TAKEN}]"] for i in range(workers)]
+        taken = [at_end[f"posts[{3 * i + helping.TAKEN}]"] for i in range(workers)]
         assert not any(taken), "a post is not given back"
 
     return Case(

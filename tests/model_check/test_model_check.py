@@ -141,13 +141,8 @@ BUGS = {
     ),
     "help: answered before the features are there": (
         "help for one", Helping, "_help",
-        ("        images = slice", "        post[ANSWERED] += 1\n        images = slice"),
+        ("        with self._clock", "        post[ANSWERED] += 1\n        with self._clock"),
         ("        post[ANSWERED] += 1\n    post[TAKEN]", "    post[TAKEN]"),
-    ),
-    "help: asked before it is said for what": (
-        "help for one", Helping, "features",
-        ("        post[START], post[END] = start, end\n        post[ASKED] += 1\n",
-         "        post[ASKED] += 1\n        post[START], post[END] = start, end\n"),
     ),
     "help: asked before the step is said": (
         "help for one", Helping, "features",
