@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,6 +43,16 @@ FINAL_FPS_UPDATES = 10
 BAD_IN_A_ROW = 100  # updates that teach nothing, until a run that skips them ends
 
 
+@dataclass(frozen=True)
+class RunMachines:
+    """The machines of a run, if there are several."""
+
+    shares: list[tuple[str, int, int]]  # (name, workers, usable cores) of each
+    jobs: list[str]  # who started them, and may do it again
+    num_learners: int  # of IMPALA, on all of them
+    memory_elsewhere: Callable[[], int]  # bytes in use on all but this one
+
+
 class Run:
     def __init__(
         self,
@@ -53,7 +64,11 @@ class Run:
         resume: bool = False,
         resumed_path: Path | None = None,
         resumed_from: dict[str, Any] | None = None,
+        may_write: Callable[[], None] = lambda: None,
+        may_begin: Callable[[], None] = lambda: None,
+        machines: RunMachines | None = None,
     ) -> None:
+        """`may_write` raises if somebody else has taken over, `may_begin` if what is there is not what was seen."""
         self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
         self.resume, self.resumed_path, self.resumed_from = resume, resumed_path, resumed_from
         self._goal, self._save_timer = Goal(config.training), SaveTimer(config)
@@ -83,12 +98,8 @@ class Run:
         self._memory_readings = MemoryReadings()
         self._saver = Saver()
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
-        self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
-        self.jobs: list[str] = []  # who started these machines, and may do it again
-        self.num_learners = plan.num_learners  # of IMPALA, on all machines
-        self.memory_elsewhere: Callable[[], int] = lambda: 0
-        self.may_write: Callable[[], None] = lambda: None  # raises if somebody else has taken over
-        self.may_begin: Callable[[], None] = lambda: None  # raises if what is there is not what was seen
+        self._may_write, self._may_begin = may_write, may_begin
+        self._machines = machines or RunMachines([], [], plan.num_learners, lambda: 0)
 
     # The course of a run
 
@@ -97,10 +108,10 @@ class Run:
         if self.config.logging.tensorboard:
             metrics.summary_writer()  # that it is not installed is said before anything is removed
         self.check_begun()
-        self.may_write()
-        self.may_begin()
+        self._may_write()
+        self._may_begin()
         if not self.resume:
-            self.directory.begin_run(self.jobs)
+            self.directory.begin_run(self._machines.jobs)
         write_atomically(self.directory.config, configs.to_yaml(self.config).encode())
         metrics.cut_after(self.directory.metrics_log, self.updates)
         self._metrics = metrics.MetricsWriter(
@@ -129,11 +140,11 @@ class Run:
 
     @property
     def num_workers(self) -> int:
-        return sum(workers for _, workers, _ in self.nodes) or self.plan.num_workers
+        return sum(workers for _, workers, _ in self._machines.shares) or self.plan.num_workers
 
     @property
     def usable_cores(self) -> int:
-        return sum(cores for _, _, cores in self.nodes) or self.plan.machine.usable_cores
+        return sum(cores for _, _, cores in self._machines.shares) or self.plan.machine.usable_cores
 
     @property
     def fraction(self) -> float:
@@ -300,7 +311,7 @@ class Run:
         )
 
         def write() -> None:
-            self.may_write()
+            self._may_write()
             assert self._metrics is not None
             self._metrics.flush()
             self._note_checkpoint(path, checkpoint.write(path, content), steps)
@@ -344,7 +355,7 @@ class Run:
 
     def _read_memory(self) -> None:
         sizes = self._memory_readings.read()
-        self._memory = sum(sizes.values()) + self.memory_elsewhere()
+        self._memory = sum(sizes.values()) + self._machines.memory_elsewhere()
         self.peak_memory = max(self.peak_memory, self._memory)
         workers = [sizes[worker.pid] for worker in multiprocessing.active_children() if worker.pid in sizes]
         if len(workers) >= self._num_workers_seen:  # the last ones to end would count the pages of all for theirs
@@ -381,7 +392,7 @@ class Run:
             self._summarise("finished", None)
 
     def _summarise(self, state: str, reason: str | None) -> None:
-        self.may_write()
+        self._may_write()
         self._log()
         self.summary = self._described(state, reason)
         summary.write(self.directory, self.summary)
@@ -400,8 +411,8 @@ class Run:
             "reason": reason,
             "num_envs": config.env.num_envs,
             "num_workers": self.num_workers,
-            "num_learners": self.num_learners,
-            "nodes": [name for name, _, _ in self.nodes] or None,
+            "num_learners": self._machines.num_learners,
+            "nodes": [name for name, _, _ in self._machines.shares] or None,
             "duration_hours": elapsed / 3600,
             "total_timesteps": self.steps,
             "total_updates": self.updates,

@@ -20,7 +20,7 @@ from rl_cluster_benchmark.processes.watchdog import limit_of, watched
 from rl_cluster_benchmark.run import checkpoint, resumption, summary
 from rl_cluster_benchmark.run.checkpoint_format import MAX_BYTES
 from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
-from rl_cluster_benchmark.run.run import Run, exit_status
+from rl_cluster_benchmark.run.run import Run, RunMachines, exit_status
 from rl_cluster_benchmark.training import executions, node
 
 BYTES_PER_OBSERVATION = {"game": 64 * 64 * 3, "toy": 200}
@@ -102,7 +102,18 @@ def _train(
         _check_memory(config, plan)
         if not resume:  # an older one goes on as it was
             _check_replay(config)
-        run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
+        run = Run(
+            config,
+            plan,
+            directory,
+            signals,
+            resume=resume,
+            resumed_path=resumed_path,
+            resumed_from=resumed_from,
+            may_write=claim.check,
+            may_begin=partial(directory.check_unchanged, seen) if found is None else lambda: None,
+            machines=_machines_of(cluster) if cluster is not None else None,
+        )
         if run.has_finished():
             print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
             if cluster is not None:
@@ -116,14 +127,8 @@ def _train(
             print("No checkpoint to resume from: starting at the beginning.", flush=True)
         elif directory.has_something_to_replace():
             print(f"Replacing the run in {directory.root} when training begins: {directory.contents()}.", flush=True)
-        run.may_write = claim.check
-        if found is None:
-            run.may_begin = partial(directory.check_unchanged, seen)
         run.check_begun()
         if cluster is not None:
-            run.nodes, run.num_learners = cluster.shares(), cluster.num_learners
-            run.jobs = [member.job for member in cluster.nodes]
-            run.memory_elsewhere = cluster.membership.memory_elsewhere
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
         try:
             is_parent = config.mode != "sequential"
@@ -136,6 +141,11 @@ def _train(
         return exit_status(run)
     finally:
         claim.release()
+
+
+def _machines_of(cluster: Cluster) -> RunMachines:
+    jobs = [member.job for member in cluster.nodes]
+    return RunMachines(cluster.shares(), jobs, cluster.num_learners, cluster.membership.memory_elsewhere)
 
 
 def _execute(run: Run, cluster: Cluster | None) -> None:

@@ -68,8 +68,7 @@ def act(
         with clock.phase("communication"):
             version = weights.read(flat)
             model.weights_changed()
-        collector.rollout = store.rollout(actor, page)
-        rollout = collector.collect_unroll(index, lambda: board.stopped)
+        rollout = collector.collect_unroll(index, lambda: board.stopped, store.rollout(actor, page))
         if rollout is None:
             return
         index += 1

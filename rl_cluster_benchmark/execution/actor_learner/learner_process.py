@@ -39,13 +39,12 @@ def learn_in_step(
     )
     assert isinstance(algorithm, Impala)
     store, board, corrections = shared.store(), shared.board(), Corrections(flags)
-    lessons = UnrollLearner(config, algorithm, board, shared.claims, store)
+    replay = None
     if config.impala.replay_fraction > 0:
         share = -(-config.impala.replay_size // shared.num_learners)
-        layout = unroll_layout(task, config.training.n_steps)
-        number = rank + shared.seat.first_learner
-        random = stream(config.env.seed, "replay", number, progress["updates"])
-        lessons.replay_from(ReplayFile(shared.folder, share, layout), random)
+        replay = ReplayFile(shared.folder, share, unroll_layout(task, config.training.n_steps))
+    random = stream(config.env.seed, "replay", rank + shared.seat.first_learner, progress["updates"])
+    lessons = UnrollLearner(config, algorithm, board, shared.claims, store, replay, random)
     leader = None
     if rank == 0:
         weights = PublishedWeights(shared.weights)

@@ -22,7 +22,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.env.environments import make_env
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import group_size
-from rl_cluster_benchmark.experience.rollout import Collector
+from rl_cluster_benchmark.experience.rollout import Collector, Rollout
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.nets.models import make_model
@@ -142,8 +142,8 @@ def _measure(
     collector = Collector(
         env, acting, n_steps=n_steps, env_ids=range(num_envs), seed=0, device="cpu", clock=PhaseClock()
     )
-    rollout = collector.collect_unroll(0, lambda: False)
-    assert rollout is not None
+    rollout = Rollout.allocate(n_steps, env)
+    collector.collect_unroll(0, lambda: False, rollout)
     impala = Impala(config, learning, env_ids=(), micro_batch=plan.micro_batch, reduce=Alone())
     fit_the_cache = max(1, plan.micro_batch // config.training.n_steps)
     samples = group_size(unrolls, cores * 3 // 4, fit_the_cache) * config.training.n_steps
@@ -158,7 +158,7 @@ def _measure(
     learn, act, *asked = _seconds(
         seconds,
         lambda: impala.step(lesson, 0.0),
-        lambda: collector.collect_unroll(1, lambda: False),
+        lambda: collector.collect_unroll(1, lambda: False, rollout),
         *map(ask, sizes),
     )
     answer = {size: taken / size for size, taken in zip(sizes, asked, strict=True)}
