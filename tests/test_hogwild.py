@@ -29,6 +29,7 @@ from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.metrics import Asynchrony
+from rl_cluster_benchmark.training import executions
 
 LABEL = "A3C_Parallel"
 TINY = ("--env", "Catch-v0", "--set", "training.n_steps=16", "--set", "parallel.pin=never", "--num-threads", 1,
@@ -135,12 +136,13 @@ def test_steps_before_a_checkpoint_and_of_a_run_that_fails_count(tmp_path, monke
     args = ["train", "--algorithm", "a3c", "--mode", "parallel", *TINY, "--num-workers", 3, "--output-dir", tmp_path]
     config, plan = planning.resolve(main.config_from(main.build_parser().parse_args(list(map(str, args)))))
     run = SimpleNamespace(
-        config=config, plan=plan, resumed_path=None, progress_state=lambda: {"steps": 0}, clock=PhaseClock(),
+        config=config, plan=plan, directory=SimpleNamespace(root=tmp_path), resumed_path=None,
+        progress_state=lambda: {"steps": 0}, clock=PhaseClock(),
         asynchrony=Asynchrony(), start=lambda: None,
         record=lambda steps, *rest: recorded.append(steps), save=lambda state: recorded.append("saved"),
     )  # fmt: skip
     with pytest.raises(TrainingFailedError, match="Worker 1"):
-        hogwild.train(run, MachineAlone(plan, Signals()))
+        executions.train(run, MachineAlone(plan, Signals()))
     assert recorded == [128, "saved", 64]
 
 

@@ -21,7 +21,7 @@ class AllStarted:
 
 @dataclass(frozen=True)
 class MeanTimes:
-    """Where the workers of all machines have spent their time since the run began."""
+    """What the workers of all machines have spent their time on since the run began."""
 
     phase_seconds: dict[str, float]  # mean over the workers
     cpu_seconds: float  # of all workers
@@ -96,8 +96,7 @@ class SignalElsewhere:
     number: int
 
 
-Report = Started | AllStarted | UpdateMade | EpisodesEnded | BadNumbers | ProcessTimes | StateToSave | FinalState
-Message = Report | NothingLeftToDo | LostContact | SignalElsewhere
+Report = Started | UpdateMade | EpisodesEnded | BadNumbers | ProcessTimes | StateToSave | FinalState  # for the head
 
 ACROSS_MACHINES = {kind.__name__: kind for kind in (UpdateMade, EpisodesEnded, BadNumbers, ProcessTimes)}
 

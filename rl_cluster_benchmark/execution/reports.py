@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rl_cluster_benchmark.execution.messages import (
-    AllStarted,
     BadNumbers,
     EpisodesEnded,
     FinalState,
@@ -45,8 +44,6 @@ class Reports:
         match report:
             case Started(greeting):
                 print(greeting, flush=True)
-            case AllStarted():
-                run.start()
             case UpdateMade() | EpisodesEnded() | ProcessTimes():
                 self._updates.hear(node, report)
             case BadNumbers(counts):

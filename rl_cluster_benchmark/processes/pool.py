@@ -90,7 +90,7 @@ def _ensure_server() -> None:
 
 
 def _server_is_ready() -> bool:
-    """Has the server loaded what workers need? True also if it has ended, or cannot be asked: starting one tells."""
+    """Return whether the server has loaded what workers need; also True if it has ended, which the next start tells."""
     pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
     try:
         server = psutil.Process(pid)
@@ -133,7 +133,7 @@ class WorkerPool:
         self._finished: set[int] = set()
 
     def _start_all(self, look: Callable[[], None]) -> None:
-        """Both the server and hundreds of workers take their time: `look` is called all the while."""
+        """Start the server and the workers, which takes its time if they are many: `look` is called all the while."""
         with _told_as_failure("The workers"):
             _ensure_server()
         deadline = time.monotonic() + SECONDS_TO_LOAD
@@ -170,7 +170,7 @@ class WorkerPool:
         return len(self._finished)
 
     def messages(self, look: Callable[[], None], patience: float = SECONDS_BETWEEN_LOOKS) -> Iterator[tuple[int, Any]]:
-        """(rank, message) as they come, until every worker has finished; calls `look` at least every `patience`.
+        """Yield (rank, message) as they come, until every worker has finished; calls `look` at least every `patience`.
 
         Raises the error of the first worker that fails.
         """
@@ -212,7 +212,7 @@ class WorkerPool:
                 self._lost(rank, ending.text)
 
     def _said_before(self) -> Iterator[tuple[int, Any]]:
-        """Before the run ends with an error: what workers have said and nobody has heard, a checkpoint maybe."""
+        """Yield what workers have said and nobody has heard, maybe a checkpoint, before the run ends with an error."""
         deadline = time.monotonic() + SECONDS_TO_LISTEN
         for rank, connection in enumerate(self.connections):
             with contextlib.suppress(EOFError, OSError):
@@ -275,7 +275,7 @@ def _told_as_failure(who: str) -> Iterator[None]:
 
 
 def _bury(process: ForkServerProcess) -> None:
-    """It was killed. One that the kernel cannot end (a disk that does not answer) is not waited for for ever."""
+    """Wait for a killed process, but not for ever: the kernel cannot end one that waits for a disk."""
     process.join(timeout=SECONDS_TO_DIE)
     if process.exitcode is not None:
         process.close()
@@ -284,7 +284,7 @@ def _bury(process: ForkServerProcess) -> None:
 
 
 def end_of(name: str, how: str) -> TrainingFailedError:
-    """The error that ends a run because a process died or, with its traceback behind it, crashed."""
+    """Return the error that ends a run because a process died or, with its traceback behind it, crashed."""
     comfort = "" if "\n" in how else "; the last checkpoint is intact, and --resume goes on from it."
     return TrainingFailedError(f"{name} {how}{comfort}")
 
@@ -297,7 +297,7 @@ def _main(
     target: Callable[..., None], rank: int, connection: Connection, core: int | None, pulse: Pulse,
     args: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """The life of a worker process."""
+    """Live as a worker process, from its name to its last word."""
     die_with_parent(IMPORTED_BY)
     name_process(f"rlcb-worker-{rank}")
     pulse.begin()
@@ -321,7 +321,7 @@ def _main(
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when its parent, of that id, is gone."""
+    """Make the kernel kill this process when its parent, of that id, is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)

@@ -13,7 +13,7 @@ MemoryLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def layout(num_processes: int) -> MemoryLayout:
-    """Seconds of each phase, of wall time and of CPU time."""
+    """Return the memory for a table: seconds of each phase, then of wall time and of CPU time."""
     return {"times": ((num_processes, len(PHASES) + 2), torch.float64)}
 
 
@@ -26,7 +26,7 @@ class TimeKeeper:
         self.start()
 
     def start(self) -> None:
-        """Time counts from here."""
+        """Count time from here on."""
         self.clock.seconds = dict.fromkeys(PHASES, 0.0)
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
 
@@ -40,7 +40,7 @@ class TimeKeeper:
 
 
 def mean_phases(table: Tensor, before: dict[str, float]) -> dict[str, float]:
-    """Seconds of each phase, mean over the processes, after those before a resume."""
+    """Return the seconds of each phase, the mean over the processes, added to those before a resume."""
     means = table[:, : len(PHASES)].mean(0).tolist()
     return {name: before[name] + seconds for name, seconds in zip(PHASES, means, strict=True)}
 

@@ -1,32 +1,63 @@
-"""Which execution a run with worker processes has: `train` on the head or on a machine alone, `follow` elsewhere."""
+"""Which execution a run with worker processes has, and how it goes on the head and on all other machines."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.execution.actor_learner import actor_learner
-from rl_cluster_benchmark.execution.hogwild import hogwild
-from rl_cluster_benchmark.execution.in_step import data_parallel
+from rl_cluster_benchmark.execution.actor_learner.actor_learner import ActorLearnerMachine
+from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildMachine
+from rl_cluster_benchmark.execution.in_step.data_parallel import DataParallelMachine
+from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
+from rl_cluster_benchmark.execution.messages import Report
+from rl_cluster_benchmark.execution.orders import order_of
+from rl_cluster_benchmark.execution.reports import Reports, Updates
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run.run import Run
 
 
-class Execution(Protocol):
-    def train(self, run: Run, cluster: Cluster | MachineAlone) -> None: ...
+class MachinePart(Protocol):
+    """One machine's part of a run: its processes, and the memory that they share.
 
-    def follow(
-        self, cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]
-    ) -> None: ...
+    It is made of (cluster, config, plan, folder for files of its own, checkpoint to go on from, progress by then).
+    """
+
+    def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
+        """Run the processes to their end.
+
+        `look` gives the order for them as this machine sees it, `start` is called when time begins to count, and on the
+        head `hear` gets what the processes of all machines report, with the number of the machine.
+        """
+        ...
+
+    def updates(self, run: Run) -> Updates:
+        """Return how reports become updates of the run, on the head."""
+        ...
 
 
-EXECUTIONS: dict[str, Execution] = {
-    "ppo": data_parallel, "a2c": data_parallel, "a3c": hogwild, "impala": actor_learner
+PARTS: dict[str, Callable[..., MachinePart]] = {
+    "ppo": DataParallelMachine, "a2c": DataParallelMachine, "a3c": HogwildMachine, "impala": ActorLearnerMachine
 }  # fmt: skip
 
 
-def of(config: Config) -> Execution:
-    return EXECUTIONS[config.algorithm]
+def train(run: Run, cluster: Cluster | MachineAlone) -> None:
+    """On the head of a cluster, or on a machine alone: train, and write down what all machines report."""
+    folder, progress = run.directory.root, run.progress_state()
+    here = PARTS[run.config.algorithm](cluster, run.config, run.plan, folder, run.resumed_path, progress)
+    updates = here.updates(run)
+    try:
+        here.train(look=lambda: order_of(run), start=run.start, hear=Reports(run, updates).hear)
+    finally:  # also of a run that fails every step counts
+        updates.complete()
+
+
+def follow(cluster: Cluster, config: Config, plan: Plan, resumed_path: Path | None, progress: dict[str, Any]) -> None:
+    """On every other machine of a cluster: train. Files, if there are any, are its own and lie on its own disk."""
+    folder = Path(tempfile.gettempdir())
+    here = PARTS[config.algorithm](cluster, config, plan, folder, resumed_path, progress)
+    here.train(look=Follower(cluster), start=lambda: None, hear=lambda node, report: None)

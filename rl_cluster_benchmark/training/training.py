@@ -153,7 +153,7 @@ def _execute(run: Run, cluster: Cluster | None) -> None:
     if run.config.mode == "sequential":
         sequential.train(run)
     else:
-        executions.of(run.config).train(run, cluster or MachineAlone(run.plan, run.signals))
+        executions.train(run, cluster or MachineAlone(run.plan, run.signals))
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:

@@ -11,7 +11,6 @@ the head of episodes and times without waiting for each other.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,14 +26,11 @@ from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Sh
 from rl_cluster_benchmark.execution.actor_learner.actor_process import act
 from rl_cluster_benchmark.execution.actor_learner.learner_process import learn_in_step
 from rl_cluster_benchmark.execution.actor_learner.machines_updates import MachinesUpdates
-from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import NUM_COUNTS, council_of
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
 from rl_cluster_benchmark.execution.messages import LostContact, ProcessTimes, Report
-from rl_cluster_benchmark.execution.orders import order_of
-from rl_cluster_benchmark.execution.reports import Reports
 from rl_cluster_benchmark.machine import process
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times
@@ -44,25 +40,8 @@ from rl_cluster_benchmark.processes.watchdog import limit_of
 from rl_cluster_benchmark.run.run import Run
 
 
-def train(run: Run, cluster: Cluster | MachineAlone) -> None:
-    """On the head of a cluster, or on a machine alone: run its processes, write down what those of all report."""
-    folder, progress = run.directory.root, run.progress_state()
-    here = ActorLearnerMachine(cluster, run.config, run.plan, folder, run.resumed_path, progress)
-    updates = MachinesUpdates(run, here.shared, here.times)
-    try:
-        here.train(look=lambda: order_of(run), start=run.start, hear=Reports(run, updates).hear)
-    finally:  # also of a run that fails every step counts
-        updates.complete()
-
-
-def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
-    """On every other machine of a cluster. A replay, if there is one, is its own and lies on its own disk."""
-    folder = Path(tempfile.gettempdir())
-    ActorLearnerMachine(cluster, config, plan, folder, checkpoint, progress).train(look=Follower(cluster))
-
-
 class ActorLearnerMachine:
-    """One machine's part of the run."""
+    """One machine's actors and learners; see training/executions.py for what is asked of it."""
 
     def __init__(
         self, cluster: Cluster | MachineAlone, config: Config, plan: Plan, folder: Path, resumed_path: Path | None,
@@ -72,11 +51,10 @@ class ActorLearnerMachine:
         self.shared = Shared(config, plan, folder, resumed_path, MachineSeat.of(cluster, config))
         self.replace = Replacements(self.shared, progress)
 
-    def train(
-        self, *, look: Callable[[], int], start: Callable[[], None] = lambda: None,
-        hear: Callable[[int, Report], None] = lambda node, report: None,
-    ) -> None:  # fmt: skip
-        """On the head, `hear` gets what the processes of all machines report."""
+    def updates(self, run: Run) -> MachinesUpdates:
+        return MachinesUpdates(run, self.shared, self.times)
+
+    def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
         shared, plan = self.shared, self.plan
         council = council_of(
             shared.seat,
@@ -104,7 +82,7 @@ class ActorLearnerMachine:
 
 
 class Replacements:
-    """What becomes of a process that died: another in its place if it was an actor, the end of the run if not."""
+    """Decides what becomes of a process that died: an actor gets a successor, a learner ends the run."""
 
     def __init__(self, shared: Shared, progress: dict[str, Any]) -> None:
         self.shared, self.progress, self.count = shared, progress, 0
@@ -145,7 +123,7 @@ class PublishedParameters:
 
 
 def work(rank: int, connection: Connection, shared: Shared, progress: dict[str, Any], restarts: int) -> None:
-    """In a worker."""
+    """Run an actor or a learner, in its process."""
     process.prepare_process(shared.plan.num_threads)
     clock = PhaseClock()
     keeper = process_times.TimeKeeper(shared.flags["times"][rank], clock)

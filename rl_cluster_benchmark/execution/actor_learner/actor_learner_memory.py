@@ -72,7 +72,7 @@ class Shared:
         return int(self.flags["written"][0]) if self.is_on_its_own else 0
 
     def start(self, connection: Connection, keeper: process_times.TimeKeeper, greeting: str) -> None:
-        """In a process that is ready: say so, and wait until all are. Time counts from then on."""
+        """Say that this process is ready, and wait until all are. Time counts from then on."""
         connection.send(Started(greeting))
         go, board = self.flags["go"].numpy(), self.board()
         wait_until(lambda: bool(go[0]) or board.stopped, keeper.clock)

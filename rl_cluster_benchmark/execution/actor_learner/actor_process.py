@@ -30,7 +30,7 @@ def act(
     actor: int, connection: Connection, shared: Shared, progress: dict[str, Any], restarts: int,
     keeper: process_times.TimeKeeper,
 ) -> None:  # fmt: skip
-    """Unroll after unroll with the newest weights, as long as there is a page to put them."""
+    """Fill page after page with unrolls made with the newest weights, until the run ends."""
     config, plan, store, board, clock = shared.config, shared.plan, shared.store(), shared.board(), keeper.clock
     pooling.available()  # checked before time counts
     env_ids = shared.shards[actor]

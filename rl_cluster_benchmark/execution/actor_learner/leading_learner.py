@@ -31,7 +31,7 @@ REPLAY = -1  # in place of an unroll's row: one from the learner's own replay
 
 
 def group_size(unrolls: int, num_learners: int, fit_the_cache: int) -> int:
-    """Unrolls that a learner takes together: as many as its cache holds, or fewer so that each has turns enough."""
+    """Return how many unrolls a learner takes at once: what its cache holds, or fewer so that each has turns enough."""
     fair = unrolls if num_learners == 1 else unrolls // (TURNS * num_learners)
     return max(1, min(fit_the_cache, fair), -(-unrolls // MOST))
 
@@ -70,7 +70,7 @@ class StepBoard:
         return bool(self._stop[0])
 
     def wait(self, step: int, clock: PhaseClock) -> bool:
-        """Is there such a step?"""
+        """Wait for a step; return False if the run ends before it."""
         wait_until(lambda: self._step[0] >= step or self.stopped, clock)
         return bool(self._step[0] >= step)
 
@@ -91,6 +91,8 @@ class StepBoard:
 
 
 class LeadingLearner:
+    """What the first learner does besides learning. All counts of a run, and its end, are its own."""
+
     def __init__(
         self, config: Config, shared: SharedTensors, board: StepBoard, claims: Claims, store: UnrollStore,
         weights: PublishedWeights, algorithm: Impala, connection: Connection, keeper: TimeKeeper,
@@ -163,7 +165,7 @@ class LeadingLearner:
         self.board.announce(self._count, rows, rate, divisor, self.others.correction())
 
     def step_done(self, losses: dict[str, float]) -> bool:
-        """All learners have taken the step; True when that ends an update."""
+        """Take note that all learners have taken the step; return True when that ends an update."""
         if self._passes_left == 0:
             self.store.release(self._rows)
         self.weights.publish(self.algorithm.learner.flat)
@@ -200,7 +202,7 @@ class LeadingLearner:
         self.connection.send(FinalState(checkpoint.pack(state)))
 
     def _news(self, stop: bool, left_out: int) -> News:
-        """Of the unrolls about to be learned from. Steps that are left out were taken, if not learned from."""
+        """Return what is new with the next unrolls; steps that were left out were taken, if not learned from."""
         rows = torch.from_numpy(self._rows)
         return News(
             stop=stop,
@@ -210,7 +212,7 @@ class LeadingLearner:
         )
 
     def _note(self, news: News, in_use: int) -> None:
-        """Statistics of the unrolls about to be learned from."""
+        """Take down statistics of the unrolls about to be learned from."""
         rows = self._rows
         self._new_steps += news.steps
         self._lags += (self.weights.version - self.store.versions(rows)).tolist()
@@ -219,19 +221,19 @@ class LeadingLearner:
         self.algorithm.normalize_rewards.scale.add(*news.returns)
 
     def _replayed(self) -> int:
-        """How many of the next step's unrolls are to be old ones: over many steps the fraction asked for."""
+        """Return how many of the next step's unrolls are to be old ones: over many steps the fraction asked for."""
         if self._count == 0:  # there are none yet
             return 0
         per_step = self.config.impala.replay_fraction * self.board.num_rows
         return int((self._count + 1) * per_step) - int(self._count * per_step)
 
     def _left_out_since(self) -> int:
-        """Steps of unrolls with NaN or infinite numbers, since the last report."""
+        """Return the steps of unrolls with NaN or infinite numbers since the last report."""
         return int(self._left_out.sum()) - self._left_out_seen
 
     @property
     def _elapsed(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Return the seconds of training, those before a resume included."""
         return self._elapsed_before + self.keeper.elapsed
 
     @property
@@ -243,13 +245,13 @@ class LeadingLearner:
         return self.steps + self.others.steps
 
     def _should_stop(self) -> bool:
-        """An update in hand is finished, but for a signal."""
+        """Return whether to end now; an update in hand is finished, but for a signal."""
         if self._orders.interrupted():
             return True
         complete = self._goal.is_reached(self._all_steps + self._left_out_since())
         return not self._done and (complete or self._orders.should_stop(self.updates))
 
     def wait_for_others(self) -> None:
-        """Nothing is left to do but to save: wait until that is true of all machines."""
+        """Say that nothing is left to do but to save, and wait until that is true of all machines."""
         self.connection.send(NothingLeftToDo())
         self.others.wait_for_end(self.algorithm.learner, self.weights)

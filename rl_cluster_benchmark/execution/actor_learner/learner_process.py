@@ -30,7 +30,7 @@ from rl_cluster_benchmark.run import checkpoint
 def learn_in_step(
     rank: int, connection: Connection, shared: Shared, progress: dict[str, Any], keeper: process_times.TimeKeeper
 ) -> None:
-    """Step after step on the unrolls that the leader, the first learner, hands out."""
+    """Learn step after step from the unrolls that the leader, the first learner, hands out."""
     config, plan, task, clock, flags = shared.config, shared.plan, shared.task, keeper.clock, shared.flags
     reduce, others = _join(rank, shared, clock)
     state = checkpoint.load(shared.resumed_path) if shared.resumed_path else None

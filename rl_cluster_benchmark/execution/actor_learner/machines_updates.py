@@ -26,7 +26,7 @@ class UpdateRecorder:
         self._restarts_before = int(run.asynchrony.summary().get("actor_restarts", 0))
 
     def record(self, update: UpdateMade, learners: Tensor, actors: Tensor, restarts: int) -> None:
-        """`learners` and `actors`: a row of times for each."""
+        """Make an update of the run; `learners` and `actors` have a row of times for each process."""
         everyone = torch.cat([learners, actors])
         self.run.clock.seconds = process_times.mean_phases(everyone, self._seconds_before)
         self.run.worker_cpu_seconds = process_times.cpu_seconds(everyone)

@@ -18,6 +18,8 @@ from rl_cluster_benchmark.processes.claims import Claims
 
 
 class UnrollLearner:
+    """One learner's part in the steps."""
+
     def __init__(
         self, config: Config, algorithm: Impala, board: StepBoard, claims: Claims, store: UnrollStore,
         replay: ReplayFile | None, random: np.random.Generator,
@@ -27,7 +29,7 @@ class UnrollLearner:
         self._replay, self._random = replay, random
 
     def learn(self, clock: PhaseClock) -> dict[str, float]:
-        """The step on the board, together with the other learners."""
+        """Take the step on the board, together with the other learners, and return its losses."""
         self.algorithm.begin()
         while (number := self.claims.take()) is not None:
             places = self._places(self.board.group(number), clock)

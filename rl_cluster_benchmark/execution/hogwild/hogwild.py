@@ -19,14 +19,12 @@ from torch import Tensor
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.hogwild import hogwild_worker
-from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import EXCHANGES, council_of, exchanges_before
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
 from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, Report, UpdateMade
-from rl_cluster_benchmark.execution.orders import order_of
-from rl_cluster_benchmark.execution.reports import Reports, merged
+from rl_cluster_benchmark.execution.reports import merged
 from rl_cluster_benchmark.execution.task import deal
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times
@@ -36,37 +34,25 @@ from rl_cluster_benchmark.processes.watchdog import limit_of
 from rl_cluster_benchmark.run.run import Run
 
 
-def train(run: Run, cluster: Cluster | MachineAlone) -> None:
-    """On the head of a cluster, or on a machine alone: run its workers, write down what those of all report."""
-    here = HogwildMachine(cluster, run.config, run.plan, run.progress_state())
-    updates = CombinedUpdates(run, here)
-    try:
-        here.train(run.resumed_path, look=lambda: order_of(run), start=run.start, hear=Reports(run, updates).hear)
-    finally:  # also of a run that fails every step counts
-        updates.complete()
-
-
-def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
-    """On every other machine of a cluster."""
-    HogwildMachine(cluster, config, plan, progress).train(checkpoint, look=Follower(cluster))
-
-
 class HogwildMachine:
-    """One machine's part of the run."""
+    """One machine's workers and parameters; see training/executions.py for what is asked of it."""
 
     busy = False  # whatever is added to the parameters is in them at once
 
-    def __init__(self, cluster: Cluster | MachineAlone, config: Config, plan: Plan, progress: dict[str, Any]) -> None:
-        self.cluster, self.config, self.plan, self.progress = cluster, config, plan, progress
+    def __init__(
+        self, cluster: Cluster | MachineAlone, config: Config, plan: Plan, folder: Path, resumed_path: Path | None,
+        progress: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.cluster, self.config, self.plan = cluster, config, plan
+        self.resumed_path, self.progress = resumed_path, progress
         self.seat = MachineSeat.of(cluster, config)
         self.shared = SharedTensors(hogwild_worker.layout(config, plan.num_workers))
         self.exchanges = 0  # of parameters, with other machines
 
-    def train(
-        self, resumed_path: Path | None, *, look: Callable[[], int], start: Callable[[], None] = lambda: None,
-        hear: Callable[[int, Report], None] = lambda node, report: None,
-    ) -> None:  # fmt: skip
-        """On the head, `hear` gets what the workers of all machines report."""
+    def updates(self, run: Run) -> CombinedUpdates:
+        return CombinedUpdates(run, self)
+
+    def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
         config, plan, seat = self.config, self.plan, self.seat
         between = config.cluster.sync_every * seat.total_workers
         council = council_of(seat, counts=self.counts, exchange=self, updates_between=between, hear=hear)
@@ -75,7 +61,7 @@ class HogwildMachine:
             look=look, start=start, times=lambda: ProcessTimes(self.shared["times"].tolist()),
         )  # fmt: skip
         shards = seat.own(deal(config.env.num_envs, seat.total_workers), plan.num_workers)
-        args = (config, plan, shards, self.shared, resumed_path, self.progress, seat)
+        args = (config, plan, shards, self.shared, self.resumed_path, self.progress, seat)
         with WorkerPool(hogwild_worker.work, plan.num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
             machine.run(pool, hear)
 

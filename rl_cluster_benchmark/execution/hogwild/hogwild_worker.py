@@ -60,7 +60,7 @@ def work(
     rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
     resumed_path: Path | None, progress: dict[str, Any], seat: MachineSeat,
 ) -> None:  # fmt: skip
-    """In a worker: the loop of every worker, with the parameters behind its learner shared."""
+    """Run a worker, in its process: A2C's loop with the parameters behind its learner shared."""
     process.prepare_process(plan.num_threads)
     saves = rank == 0 and seat.node_rank == 0
     course = HogwildCourse(rank, connection, config, shared, progress, saves=saves, total_workers=seat.total_workers)
@@ -117,7 +117,7 @@ def share(learner: Learner, shared: SharedTensors, *, fill: bool) -> None:
 
 
 class SumSinceLastTime:
-    """What this worker adds, and what the others have added since it last asked: a sum that nobody waits for.
+    """A sum that nobody waits for: what this worker adds, and what the others have added since it last asked.
 
     `elsewhere` is what workers of other machines have added.
     """
@@ -155,7 +155,7 @@ class HogwildCourse:
         self._steps_before, self._elapsed_before = progress["steps"], progress["elapsed"]
 
     def count(self, column: int) -> int:
-        """Over all workers, since the start of this process."""
+        """Return a counter's sum over this machine's workers, since the start of this process."""
         return int(self.shared["counters"][:, column].sum())
 
     @property
@@ -164,12 +164,12 @@ class HogwildCourse:
 
     @property
     def _elapsed(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Return the seconds of training, those before a resume included."""
         return self._elapsed_before + self.time.elapsed
 
     @property
     def _steps(self) -> int:
-        """Of all machines, those of others as far as they are known here."""
+        """Return the steps of all machines, those of others as far as they are known here."""
         return self._steps_before + self.count(STEPS) + int(self.shared["elsewhere"][machine_averaging.STEPS])
 
     def is_complete(self) -> bool:
@@ -182,7 +182,7 @@ class HogwildCourse:
         return self._orders.interrupted()
 
     def start(self) -> None:
-        """Time counts from when the workers of all machines are ready."""
+        """Wait until the workers of all machines are ready: time counts from then on."""
         wait_until(lambda: bool(self.shared["go"][0]) or self.should_stop(), self.clock)
         self.time.start()
         self._save_timer.restart()
@@ -205,7 +205,7 @@ class HogwildCourse:
         self._save_timer.restart()
 
     def wait_for_all(self) -> None:
-        """Nobody changes the parameters any more."""
+        """Wait until nobody changes the parameters any more."""
         counters = self.shared["counters"]
         counters[self.rank, DONE] = 1
         wait_until(lambda: self.count(DONE) == len(counters), self.clock)

@@ -44,7 +44,7 @@ class SharedHelp:
 
 
 class Helping:
-    """One worker's end."""
+    """One worker's part in it: asking for help, and giving it."""
 
     def __init__(
         self, help: SharedHelp, rank: int, shards: Sequence[slice], observations: Tensor, model: ActorCritic,

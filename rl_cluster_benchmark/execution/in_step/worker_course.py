@@ -73,7 +73,7 @@ class WorkerCourse:
 
     @property
     def fraction(self) -> float:
-        """By steps or by time, whichever ends the run first; the same on all workers, as of the last update."""
+        """Return how much of the run is done as of the last update; it is the same on all workers."""
         return self._goal.fraction(self.steps, self._elapsed)
 
     def is_complete(self) -> bool:
@@ -130,7 +130,7 @@ class WorkerCourse:
         return self._links.gather(here) if self._links is not None else here
 
     def checkpoint_due(self) -> bool:
-        """Between two averages a machine's parameters are its own: save when they are everybody's."""
+        """Return whether to save now; machines that step by themselves wait until they have averaged."""
         self._save_is_due |= self.reports and self._save_timer.is_due(self.updates)
         due = self._save_is_due and (self._local is None or self._local.is_averaged(self.updates))
         self._save_is_due &= not due

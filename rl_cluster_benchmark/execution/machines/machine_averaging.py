@@ -38,11 +38,11 @@ class Exchange(Protocol):
 
     @property
     def busy(self) -> bool:
-        """The last correction is not yet in them."""
+        """Return whether the last correction is not in them yet."""
         ...
 
     def snapshot(self) -> Tensor:
-        """A copy of what they are now."""
+        """Return a copy of what they are now."""
         ...
 
     def add(self, correction: Tensor) -> None: ...
@@ -75,7 +75,7 @@ class Word:
 
 
 class MachineAveraging:
-    """One machine's seat in it. The parent process sets what it has to say, and calls `poll` again and again."""
+    """One machine's seat in the council. Its parent process sets what it has to say, and calls `poll` all the time."""
 
     def __init__(
         self, seat: MachineSeat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None,
@@ -103,11 +103,11 @@ class MachineAveraging:
         self._reports.append(to_line(report))
 
     def poll(self) -> None:
-        """Go on with whatever has come to its end. Raises LostContactError if a machine is gone."""
+        """Go on where something that was waited for has come. Raises LostContactError if a machine is gone."""
         next(self._course, None)
 
     def _converse(self) -> Waits[None]:
-        """The whole conversation."""
+        """Talk from the first word to the last."""
         while not (yield from self._talk()).all_are(READY):
             pass
         self.has_begun = True
@@ -146,7 +146,7 @@ class MachineAveraging:
         return word
 
     def _is_urgent(self) -> bool:
-        """Is there something to decide, or has this machine made its share of the updates between two exchanges?"""
+        """Return whether there is something to decide, or an exchange is due if others have done as much as this."""
         news = self._counts()[UPDATES] - self._updates_told
         due = self._exchange is not None and news * self.seat.num_nodes >= self._updates_between
         return due or not self.has_begun or self.done or self.time_is_over or self.signal > 0
@@ -179,7 +179,7 @@ class MachineAveraging:
         return mine
 
     def _filled(self) -> Tensor:
-        """As many reports as there is room for: at least those that there were at the last talk."""
+        """Return as many reports as there is room for: at least those that there were at the last talk."""
         text = b""
         while self._reports and len(text) + len(self._reports[0]) <= self._room:
             text += self._reports.popleft()

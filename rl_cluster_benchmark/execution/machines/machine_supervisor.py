@@ -19,13 +19,14 @@ from rl_cluster_benchmark.execution.machines.machine_averaging import (
 )
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError
 from rl_cluster_benchmark.execution.messages import (
+    BadNumbers,
+    EpisodesEnded,
     LostContact,
-    Message,
     NothingLeftToDo,
     ProcessTimes,
     Report,
-    SignalElsewhere,
     Started,
+    UpdateMade,
 )
 from rl_cluster_benchmark.execution.orders import INTERRUPTED, TIME_IS_UP
 from rl_cluster_benchmark.processes.pool import WorkerPool
@@ -38,7 +39,7 @@ SECONDS_BETWEEN_TIMES = 1.0
 
 
 def layout() -> MemoryLayout:
-    """What the node process tells its workers."""
+    """Return what a node process shares with its workers, to tell them how the run stands."""
     return {
         "order": ((1,), torch.int64),
         "go": ((1,), torch.int64),
@@ -48,6 +49,8 @@ def layout() -> MemoryLayout:
 
 
 class MachineSupervisor:
+    """Stands between the processes of a machine and the other machines, and says when all begin and end."""
+
     def __init__(
         self, cluster: Cluster | MachineAlone, config: Config, council: MachineAveraging | NoAveraging,
         flags: SharedTensors, steps_before: int, *, look: Callable[[], int], start: Callable[[], None],
@@ -61,7 +64,7 @@ class MachineSupervisor:
         self._first_is_done, self._told_at = False, 0.0
 
     def run(self, pool: WorkerPool, hear: Callable[[int, Report], None]) -> None:
-        """Until all workers of all machines have ended. What those here say goes to the head, there to `hear`.
+        """Watch until all workers of all machines have ended; what those here report goes to the head, there to `hear`.
 
         The first of them says that it is done when nothing is left to do but to save, and ends once that is true of all
         machines; the others just end.
@@ -77,22 +80,18 @@ class MachineSupervisor:
             self.cluster.membership.check()
 
         try:
-            message: Message
             for rank, message in pool.messages(watch, SECONDS_BETWEEN_LOOKS):
                 match message:
                     case LostContact(reason):
                         raise LostContactError(reason)
                     case NothingLeftToDo():
                         self._first_is_done = True
-                    case SignalElsewhere():
-                        raise AssertionError("these node processes hear of signals themselves")
-                    case _:
-                        if isinstance(message, Started):
-                            started.add(rank)
-                        if self.cluster.is_head:
-                            hear(0, message)
-                        elif not isinstance(message, Started):
-                            self.council.report(message)
+                    case _ if self.cluster.is_head:
+                        hear(0, message)
+                    case UpdateMade() | EpisodesEnded() | BadNumbers():
+                        self.council.report(message)
+                if isinstance(message, Started):
+                    started.add(rank)
         except LostContactError as error:
             raise self.cluster.membership.explain(error) from None
 
@@ -120,7 +119,7 @@ class MachineSupervisor:
             flags["closed"][0] = 1
 
     def _give_orders(self) -> None:
-        """The same on all machines, from what all have said."""
+        """Give this machine's workers their order, which follows from what all machines have said, on each of them."""
         word = self.council.heard
         assert word is not None
         steps = self._steps_before + int(word.counts[STEPS])
