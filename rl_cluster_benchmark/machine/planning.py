@@ -73,10 +73,10 @@ class Plan:
             )
         reasons = {self.machine.usable_cores: "one per physical core", config.env.num_envs: "one per environment"}
         reason = reasons.get(self.num_workers, "set")
-        gradients = {"a3c": "each worker's own, without locks"}
+        gradients = "each worker's own, without locks" if config.algorithm == "a3c" else "shared memory"
         return (
             f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
-            f"Gradients: {gradients.get(config.algorithm, config.parallel.reduce.replace('_', ' '))}"
+            f"Gradients: {gradients}"
         )
 
 
