@@ -20,18 +20,19 @@ from test_parallel import assert_gone, workers_of
 
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
-from rl_cluster_benchmark.execution.actor_learner.actor_learner import UpdateRecorder
-from rl_cluster_benchmark.execution.actor_learner.actor_learner_cluster import Records
+from rl_cluster_benchmark.execution.actor_learner.machines_updates import MachinesUpdates, UpdateRecorder
 from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
 from rl_cluster_benchmark.execution.actor_learner.split import Costs, fill_in, split
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore, gather, unroll_layout
+from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, StateToSave, UpdateMade
+from rl_cluster_benchmark.execution.reports import Reports
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.machine import detection, planning
 from rl_cluster_benchmark.processes.claims import Claims
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.asynchrony import Asynchrony
+from rl_cluster_benchmark.run.metrics import Asynchrony
 
 LABEL = "IMPALA_Parallel"
 TINY = ("--algorithm", "impala", "--mode", "parallel", "--env", "Catch-v0", "--set", "training.n_steps=16",
@@ -66,7 +67,7 @@ def publish_or_read(rank, connection, memory):
         versions = [_checked(torch.rand(SIZE, generator=generator)) for _ in range(97)]
         for number in range(PUBLISHES):
             weights.publish(versions[number % len(versions)])
-        connection.send(("message", PUBLISHES))
+        connection.send(PUBLISHES)
         return
     mine, version, reads = torch.zeros(SIZE), 0, 0
     while version < PUBLISHES:
@@ -76,7 +77,7 @@ def publish_or_read(rank, connection, memory):
         assert newer >= version, "versions never go back"
         assert mine[-1] == zlib.crc32(mine[:-1].numpy().tobytes()) % 2**24, f"version {newer} was read half-written"
         version, reads = newer, reads + 1
-    connection.send(("message", reads))
+    connection.send(reads)
 
 
 def test_weights_are_never_read_half_written():
@@ -317,7 +318,7 @@ class FakeRun:
         self.asynchrony.add(asynchrony)
 
 
-@pytest.mark.parametrize("end", ["record_the_rest", "save"])
+@pytest.mark.parametrize("end", ["complete", "save"])
 def test_episodes_of_other_machines_that_come_late_count(end):
     """Machines in step with each other: the head tells of an update at once, others of their episodes later."""
     recorded, seconds = [], itertools.count(1)
@@ -329,31 +330,28 @@ def test_episodes_of_other_machines_that_come_late_count(end):
     def times():
         row = [0.0] * (len(PHASES) + 2)
         row[-1] = float(next(seconds))
-        return {"learners": [row], "actors": [[0.0] * len(row)], "restarts": 0}
+        return ProcessTimes([row, [0.0] * len(row)], num_learners=1)
 
     run.record = record
     run.save = lambda state: recorded.append("saved")
-    here = SimpleNamespace(
-        cluster=SimpleNamespace(nodes=[None, None]), shared=SimpleNamespace(is_on_its_own=False), times=times
-    )
-    records = Records(run, here)
-    first, second = (
-        {"steps": 64, "losses": {}, "asynchrony": {"async/policy_lag": lag}, "at": 1.0} for lag in (1.0, 2.0)
-    )
-    records.hear(0, "record", first)
-    records.hear(1, "episodes", [(1.0, 9)])
-    records.hear(0, "record", second)
+    here = SimpleNamespace(seat=SimpleNamespace(num_nodes=2), is_on_its_own=False)
+    updates = MachinesUpdates(run, here, times)
+    reports = Reports(run, updates)
+    first, second = (UpdateMade(64, {}, at=1.0, asynchrony={"async/policy_lag": lag}) for lag in (1.0, 2.0))
+    reports.hear(0, first)
+    reports.hear(1, EpisodesEnded([(1.0, 9)]))
+    reports.hear(0, second)
     assert recorded == [(64, [(1.0, 9)], 1.0, 1.0)], "with the lag and the times of its own update"
-    records.hear(1, "episodes", [(0.0, 8)])
+    reports.hear(1, EpisodesEnded([(0.0, 8)]))
     if end == "save":
-        records.hear(0, "save", checkpoint.pack({}))
-    records.record_the_rest()
+        reports.hear(0, StateToSave(checkpoint.pack({})))
+    updates.complete()
     assert recorded[1:] == [(64, [(0.0, 8)], 2.0, 2.0), *(["saved"] if end == "save" else [])]
 
 
 def test_idle_shares_are_of_the_whole_run():
     """Seconds waited over seconds lived, those before a resume included: no mean of shares since the start."""
-    waiting, report = PHASES.index("waiting"), {"steps": 1, "losses": {}, "asynchrony": {}, "at": 1.0}
+    waiting, report = PHASES.index("waiting"), UpdateMade(1, {}, at=1.0)
 
     def table(waited, lived):
         row = torch.zeros(1, len(PHASES) + 2, dtype=torch.float64)

@@ -31,6 +31,7 @@ from rl_cluster_benchmark.execution.machines import machine_supervisor
 from rl_cluster_benchmark.execution.machines.machine_averaging import MachineAveraging
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.other_machines import Corrections, IndependentMachines, News
+from rl_cluster_benchmark.execution.messages import UpdateMade
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine.planning import plan
 from rl_cluster_benchmark.processes.pool import WorkerPool
@@ -54,7 +55,7 @@ def nodes():
     started.kill()
 
 
-# The council
+# The averaging rounds
 
 
 SIZE, NUM_MACHINES, UPDATES = 7, 3, 40
@@ -77,40 +78,40 @@ class Vector:
         self.now += correction
 
 
-def sit_in_council(rank, connection, port):
-    """A machine of a run: 40 updates of its own, at its own speed, while the council talks."""
+def take_part_in_averaging(rank, connection, port):
+    """A machine of a run: 40 updates of its own, at its own speed, while the machines talk."""
     generator = torch.Generator().manual_seed(rank)
     heard = []
     vector = Vector(torch.randn(SIZE, generator=generator))
     start, learned, updates = vector.now.clone(), torch.zeros(SIZE), 0
     seat = MachineSeat(rank, NUM_MACHINES, rank, NUM_MACHINES, ("127.0.0.1", port), "test", "lo", 10.0, "none")
-    council = MachineAveraging(
+    averaging = MachineAveraging(
         seat, counts=lambda: [10.0 * updates, updates, 1.0, 2.0, 3.0], exchange=vector, updates_between=15,
         hear=lambda *report: heard.append(report),
     )  # fmt: skip
-    council.ready = True
-    while not council.is_over:
-        council.poll()
-        if council.has_begun and updates < UPDATES:
+    averaging.ready = True
+    while not averaging.is_over:
+        averaging.poll()
+        if averaging.has_begun and updates < UPDATES:
             step = torch.randn(SIZE, generator=generator)
             vector.now += step
             learned += step
             updates += 1
-            council.report("update", {"number": updates})
-        council.done = updates == UPDATES
-        council.signal = 10 if rank == 2 and updates > 5 else 0
+            averaging.report(UpdateMade(updates, {}, at=0.0))
+        averaging.done = updates == UPDATES
+        averaging.signal = 10 if rank == 2 and updates > 5 else 0
         time.sleep(0.001 + 0.002 * rank)
-    council.poll()  # nothing more happens
-    told = {"signals": council.heard.signals, "elsewhere": council.elsewhere.tolist(), "heard": heard}
+    averaging.poll()  # nothing more happens
+    told = {"signals": averaging.heard.signals, "elsewhere": averaging.elsewhere.tolist(), "heard": heard}
     seen = {"snapshots": vector.snapshots, "corrections": vector.corrections, "now": vector.now}
     tensors = checkpoint.pack({"start": start, "learned": learned, **seen})  # not by descriptors: this process ends
-    connection.send(("message", (tensors, told)))
+    connection.send((tensors, told))
 
 
 def test_parameters_are_averaged_while_all_go_on():
     """Against the definition, with real processes: nobody's learning is lost, and in the end all have the same."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with WorkerPool(sit_in_council, NUM_MACHINES, (store.port,), [None] * NUM_MACHINES) as pool:
+    with WorkerPool(take_part_in_averaging, NUM_MACHINES, (store.port,), [None] * NUM_MACHINES) as pool:
         said = dict(pool.messages(lambda: None))
     machines = [checkpoint.unpack(said[rank][0]) for rank in range(NUM_MACHINES)]
     rounds = len(machines[0]["snapshots"])
@@ -127,7 +128,7 @@ def test_parameters_are_averaged_while_all_go_on():
         words = said[rank][1]
         assert words["signals"] == [0, 0, 10], "all know who received one"
         assert words["elsewhere"] == [800.0, 80.0, 2.0, 4.0, 6.0]
-        by_machine = {node: [c["number"] for n, _, c in words["heard"] if n == node] for node in range(NUM_MACHINES)}
+        by_machine = {node: [report.steps for n, report in words["heard"] if n == node] for node in range(NUM_MACHINES)}
         everything = list(range(1, UPDATES + 1))
         assert by_machine == dict.fromkeys(range(NUM_MACHINES), everything if rank == 0 else []), "once, in order"
 

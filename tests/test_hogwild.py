@@ -15,9 +15,12 @@ from test_parallel import assert_gone, without_times, workers_of
 from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.core.timing import PhaseClock
-from rl_cluster_benchmark.execution.hogwild import hogwild
-from rl_cluster_benchmark.execution.hogwild.hogwild import SumSinceLastTime, share
+from rl_cluster_benchmark.execution.hogwild import hogwild, hogwild_worker
+from rl_cluster_benchmark.execution.hogwild.hogwild_worker import SumSinceLastTime, share
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
+from rl_cluster_benchmark.execution.messages import StateToSave, UpdateMade
 from rl_cluster_benchmark.learning.learner import Learner
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.learning.reduction import Alone
@@ -25,6 +28,8 @@ from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.metrics import Asynchrony
+from rl_cluster_benchmark.training import executions
 
 LABEL = "A3C_Parallel"
 TINY = ("--env", "Catch-v0", "--set", "training.n_steps=16", "--set", "parallel.pin=never", "--num-threads", 1,
@@ -107,33 +112,37 @@ def test_nothing_is_trained_when_time_is_over(tmp_path):
 
 def test_a_resumed_run_of_several_machines_draws_no_random_number_again():
     """An update of the run is one of each worker on average: one of them may have made them all."""
-    shared = SharedTensors(hogwild.layout(Config.model_validate({"algorithm": "a3c", "env": {"name": "Catch-v0"}}), 1))
+    shared = SharedTensors(
+        hogwild_worker.layout(Config.model_validate({"algorithm": "a3c", "env": {"name": "Catch-v0"}}), 1)
+    )
     progress = {"updates": 100, "steps": 0, "elapsed": 0.0}
-    course = hogwild.HogwildCourse(0, None, Config(), shared, progress, saves=True, total_workers=3)
+    course = hogwild_worker.HogwildCourse(0, None, Config(), shared, progress, saves=True, total_workers=3)
     assert course.updates >= 3 * 100
 
 
 def test_steps_before_a_checkpoint_and_of_a_run_that_fails_count(tmp_path, monkeypatch):
     """Of three workers that make up an update, two have reported when one saves, and one when another fails."""
     recorded = []
-    report = {"steps": 64, "episodes": [], "losses": {"policy_loss": 0.5}, "lag": 0, "at": 1.0}
+    report = UpdateMade(64, {"policy_loss": 0.5}, at=1.0)
 
-    def reports(*args, **kwargs):
-        yield "record", report
-        yield "record", report
-        yield "save", checkpoint.pack({})
-        yield "record", report
+    def supervise(supervisor, pool, hear):
+        hear(0, report)
+        hear(0, report)
+        hear(0, StateToSave(checkpoint.pack({})))
+        hear(0, report)
         raise TrainingFailedError("Worker 1 was killed")
 
-    monkeypatch.setattr(hogwild, "reports", reports)
+    monkeypatch.setattr(hogwild.MachineSupervisor, "run", supervise)
     args = ["train", "--algorithm", "a3c", "--mode", "parallel", *TINY, "--num-workers", 3, "--output-dir", tmp_path]
     config, plan = planning.resolve(main.config_from(main.build_parser().parse_args(list(map(str, args)))))
     run = SimpleNamespace(
-        config=config, plan=plan, resumed_path=None, progress_state=dict, clock=PhaseClock(),
-        record=lambda **parts: recorded.append(parts["steps"]), save=lambda state: recorded.append("saved"),
+        config=config, plan=plan, directory=SimpleNamespace(root=tmp_path), resumed_path=None,
+        progress_state=lambda: {"steps": 0}, clock=PhaseClock(),
+        asynchrony=Asynchrony(), start=lambda: None,
+        record=lambda steps, *rest: recorded.append(steps), save=lambda state: recorded.append("saved"),
     )  # fmt: skip
     with pytest.raises(TrainingFailedError, match="Worker 1"):
-        hogwild.train(run)
+        executions.train(run, MachineAlone(plan, Signals()))
     assert recorded == [128, "saved", 64]
 
 

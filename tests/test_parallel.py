@@ -361,7 +361,7 @@ WORK = """
 def share():
     return None
 def work(rank, connection, shared):
-    connection.send(('message', rank))
+    connection.send(rank)
 def check(shared):
     pass
 """
@@ -372,7 +372,7 @@ def share():
     return SharedTensors({'x': ((4,), torch.float32)})
 def work(rank, connection, shared):
     shared['x'][rank] = rank + 1
-    connection.send(('message', rank))
+    connection.send(rank)
 def check(shared):
     assert shared['x'].tolist() == [1.0, 2.0, 0.0, 0.0]
     shared.close()
@@ -411,7 +411,7 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError
 def work(rank, connection, told):
     if rank == 0:
         for number in range(200):
-            connection.send(('message', number))
+            connection.send(number)
         pathlib.Path(told).touch()
         time.sleep(60)
     while not pathlib.Path(told).exists():
@@ -451,7 +451,7 @@ if __name__ == '__main__':
 UNDYING_WORK = """
 import time
 def work(rank, connection):
-    connection.send(('message', 'at work'))
+    connection.send('at work')
     time.sleep(600)
 """
 

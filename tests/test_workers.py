@@ -16,7 +16,7 @@ import resource, sys
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.processes import pool as workers
 def work(rank, connection):
-    connection.send(("message", "at work"))
+    connection.send("at work")
 if __name__ == "__main__":
     {before}
     try:

@@ -19,7 +19,7 @@ MAX_BYTES = 128 * 2**20  # for the rows of a minibatch; larger ones have large p
 
 
 def allocate(hidden_shape: tuple[int, int], num_samples: int) -> SharedTensors | None:
-    """Memory for a minibatch's rows; None if it would be too much."""
+    """Make the memory for a minibatch's rows; return None if it would be too much."""
     width, features = hidden_shape
     count = padded(num_samples)
     if 2 * count * (width + features) > MAX_BYTES:
@@ -32,7 +32,7 @@ def padded(num_samples: int) -> int:
 
 
 class HiddenGradient:
-    """One worker's end."""
+    """One worker's part in making the gradient."""
 
     def __init__(self, memory: SharedTensors, rank: int, num_workers: int) -> None:
         self.rows, self._rank = HiddenRows(memory["inputs"], memory["slopes"]), rank
@@ -43,16 +43,16 @@ class HiddenGradient:
         self.part = slice(0, 0)  # of the gradient vector
 
     def connect(self, trunk: NativeTrunk, part: slice) -> None:
-        """The weights' gradient is that part of the gradient vector."""
+        """Say where in the vector of the trunk's gradient that of these weights is."""
         self._trunk, self.part = trunk, part
 
     @property
     def is_due(self) -> bool:
-        """Is the sum to come that of a minibatch?"""
+        """Return whether the next sum is that of a minibatch."""
         return self._samples is not None
 
     def begin(self, num_samples: int) -> None:
-        """A minibatch: nobody reads the rows of the last one any more."""
+        """Begin a minibatch: nobody reads the rows of the last one any more."""
         assert num_samples <= len(self.rows.inputs)
         self._samples = num_samples
         if self._rank == 0:
@@ -60,11 +60,11 @@ class HiddenGradient:
                 rows[num_samples : padded(num_samples)].zero_()
 
     def place(self, start: int, count: int) -> None:
-        """Of the next pass's samples in the minibatch."""
+        """Say where in the minibatch the samples of the next pass are."""
         self._trunk.rows = HiddenRows(*(rows[start : start + count] for rows in self.rows))
 
     def write(self, gradient: Tensor) -> None:
-        """This worker's columns, once everyone's rows are there."""
+        """Compute this worker's columns of the gradient, once everyone's rows are there."""
         assert self._samples is not None
         self._trunk.multiply(self.rows, self._samples, self._columns, gradient[self.part])
         self._samples = self._trunk.rows = None

@@ -86,9 +86,9 @@ class Worker:
             device=config.hardware.device,
             clock=clock,
             time_limit=config.training.time_limit,
+            rollout=sharing.rollout() if sharing is not None else None,
+            helping=sharing.helping(model, clock) if sharing is not None else None,
         )
-        if sharing is not None:
-            collector.rollout, collector.helping = sharing.rollout(), sharing.helping(model, clock)
         return cls(config, model, algorithm, collector)
 
     def state(self) -> dict[str, Any]:

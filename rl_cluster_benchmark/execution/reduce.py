@@ -1,6 +1,6 @@
 """Sums over the workers of one machine.
 
-Through shared memory, every worker puts its vector where all can read it, sums its own slice of everyone's, and reads
+Every worker puts its vector where all can read it, sums its own slice of everyone's, and reads
 the whole sum back. Each adds in the order of the ranks, so the result is the same on all and from run to run.
 This relies on the order of stores: what a worker has written is seen by whoever sees it arrive (`meet`). x86 keeps it.
 """
@@ -22,9 +22,11 @@ VECTOR_SPARE = 64  # floats behind the gradient, for the loss statistics
 
 
 class SharedMemoryReducer:
+    """One worker's end of the sums: all workers ask for the same ones, in the same order."""
+
     @staticmethod
     def allocate(num_workers: int, vector_size: int, small_size: int, spares: int = 0) -> SharedTensors:
-        """The memory it needs, made once by the parent: for the gradient, and in doubles for anything else.
+        """Make the memory for sums, once in the parent: floats for the gradient, and doubles for anything else.
 
         Spare vectors are added to the sum of the workers' own, as many as are in use.
         """
@@ -63,7 +65,7 @@ class SharedMemoryReducer:
         return self.sum(vector, self.beyond)
 
     def sum(self, tensor: Tensor, beyond: Callable[[Tensor], None] | None = None) -> Tensor:
-        """To be read before this reducer is used again: then nobody writes it before all have read it."""
+        """Return the sum, to be read before this reducer is used again: nobody writes to it before all have read it."""
         with self.clock.phase("communication"):
             kind = "vector" if tensor.dtype == torch.float32 and tensor.dim() == 1 else "small"
             parts, total = self._memory["vectors" if kind == "vector" else "small"], self._memory[f"{kind}_sum"]
@@ -88,7 +90,7 @@ class SharedMemoryReducer:
             return total[:size].view(tensor.shape)
 
     def share(self, tensor: Tensor, change: Callable[[Tensor], None]) -> None:
-        """The first worker changes a float32 vector that all have; all get the result."""
+        """Let the first worker change a float32 vector that all have, and give all the result."""
         with self.clock.phase("communication"):
             result = self._memory["vector_sum"][: tensor.numel()]
             self.meet()  # nobody reads the last sum any more
@@ -98,7 +100,7 @@ class SharedMemoryReducer:
             tensor.copy_(result)
 
     def meet(self) -> None:
-        """Wait for everybody."""
+        """Wait until all workers have come here."""
         self._meetings += 1
         self._arrivals[self.rank] = self._meetings
         wait_until(lambda: bool(self._arrivals.min() >= self._meetings), self.clock)

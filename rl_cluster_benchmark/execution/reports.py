@@ -1,59 +1,73 @@
-"""What the parent process of a run hears from its workers, and what it tells them."""
+"""How a run is written down from what its processes report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
-import torch
-
-from rl_cluster_benchmark.processes.pool import WorkerPool
+from rl_cluster_benchmark.execution.messages import (
+    BadNumbers,
+    EpisodesEnded,
+    FinalState,
+    ProcessTimes,
+    Report,
+    Started,
+    StateToSave,
+    UpdateMade,
+)
+from rl_cluster_benchmark.learning.bad_numbers import mean_of
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 
-TIME_IS_UP, INTERRUPTED = 1, 2  # orders to the workers; 0 is none
+
+class Updates(Protocol):
+    """How what is heard of processes and machines becomes updates of the run."""
+
+    def hear(self, node: int, report: UpdateMade | EpisodesEnded | ProcessTimes) -> None:
+        """Take a report of that machine in; make an update of the run if it completes one."""
+        ...
+
+    def complete(self) -> None:
+        """Make an update of the run of whatever is left, as before a checkpoint, which counts it."""
+        ...
 
 
-def reports(
-    run: Run, pool: WorkerPool, shards: Sequence[Sequence[int]], order: torch.Tensor,
-    when_ready: Callable[[], object] = lambda: None,
-) -> Iterator[tuple[str, Any]]:  # fmt: skip
-    """What the workers say, but for that they have started: time counts from when all have.
+class Reports:
+    """Writes a run down: the one place where what the processes of all machines report is told apart."""
 
-    A parent that was busy may hear of the first update before it hears that the last worker has started.
-    """
-    started, has_begun = 0, False
-    for rank, (kind, content) in pool.messages(lambda: give_orders(run, order)):
-        if kind == "started":
-            print(f"Worker {rank} started with {len(shards[rank])} environments", flush=True)
-            started += 1
-        if not has_begun and (kind != "started" or started == len(shards)):
-            has_begun = True
-            run.start()
-            when_ready()
-        if kind != "started":
-            yield kind, content
+    def __init__(self, run: Run, updates: Updates) -> None:
+        self._run, self._updates = run, updates
 
-
-def write_down(run: Run, kind: str, content: Any) -> None:
-    """What a worker reports."""
-    if kind == "record":
-        run.clock.seconds = content.pop("phase_seconds")
-        run.worker_cpu_seconds = content.pop("cpu_seconds")
-        run.record(**content)
-    elif kind == "save":
-        run.save(checkpoint.unpack(content))
-    elif kind == "final state":
-        run.finish(checkpoint.unpack(content))
+    def hear(self, node: int, report: Report) -> None:
+        """Do what the report of that machine asks for."""
+        run = self._run
+        match report:
+            case Started(greeting):
+                print(greeting, flush=True)
+            case UpdateMade() | EpisodesEnded() | ProcessTimes():
+                self._updates.hear(node, report)
+            case BadNumbers(counts):
+                run.note_bad(counts, is_whole_update=True)
+            case StateToSave(state):
+                self._updates.complete()
+                run.save(checkpoint.unpack(state))
+            case FinalState(state):
+                self._updates.complete()
+                run.finish(checkpoint.unpack(state))
 
 
-def give_orders(run: Run, order: torch.Tensor) -> None:
-    """Tell the workers, through memory they all see, that the run is to end; before it has begun, it just ends."""
-    run.check_begun()
-    if due := order_of(run):
-        order[0] = due
+def merged(parts: Sequence[UpdateMade]) -> UpdateMade:
+    """Return updates of several workers or machines as one."""
+    return UpdateMade(
+        steps=sum(part.steps for part in parts),
+        losses=mean_of([part.losses for part in parts]),
+        at=max(part.at for part in parts),
+        episodes=[episode for part in parts for episode in part.episodes],
+        asynchrony=merged_metrics([part.asynchrony for part in parts]),
+    )
 
 
-def order_of(run: Run) -> int:
-    """Return what the workers of a run are to be told now: INTERRUPTED, TIME_IS_UP, or 0 to go on."""
-    return INTERRUPTED if run.interrupted() else TIME_IS_UP if run.should_stop() else 0
+def merged_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the means of metrics; of what is called _max, the largest."""
+    largest = {name: max(part[name] for part in parts) for name in parts[0] if name.endswith("_max")}
+    return mean_of(parts) | largest

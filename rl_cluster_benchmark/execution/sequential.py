@@ -1,4 +1,4 @@
-"""One process does everything."""
+"""Training in one process, which does everything."""
 
 from __future__ import annotations
 

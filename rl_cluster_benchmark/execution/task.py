@@ -23,7 +23,7 @@ class Task:
 
     @classmethod
     def of(cls, config: Config) -> Task:
-        """By building one network, and one environment unless its shapes are known: Procgen loads its images first."""
+        """Find out by building a network, and an environment unless its shapes are known, as those of Procgen are."""
         env: Spaces = PROCGEN if config.env.game is not None else make_env(config.env, [0], num_threads=1)
         model = make_model(config.model, env.observation_shape, env.num_actions, config.hardware, torch.float32)
         hidden = getattr(model.trunk, "hidden", None)
@@ -37,5 +37,5 @@ class Task:
 
 
 def deal(num_envs: int, num_workers: int) -> list[list[int]]:
-    """The environments of each worker."""
+    """Return the environments of each worker, as even shares."""
     return [list(map(int, shard)) for shard in np.array_split(np.arange(num_envs), num_workers)]

@@ -95,11 +95,14 @@ class Collector:
         device: str,
         clock: PhaseClock,
         time_limit: TimeLimit = "bootstrap",
+        rollout: Rollout | None = None,
+        helping: RolloutHelper | None = None,
     ) -> None:
+        """`rollout` is what `collect` fills, if it is to lie in memory that others read."""
         self.env, self.model, self.time_limit = env, model, time_limit
         self.n_steps, self.env_ids, self.seed, self.device, self.clock = n_steps, env_ids, seed, device, clock
-        self.rollout = Rollout.allocate(n_steps, env)
-        self.helping: RolloutHelper | None = None
+        self.rollout = rollout if rollout is not None else Rollout.allocate(n_steps, env)
+        self.helping = helping
         self.observations = env.reset()
         self.just_ended = np.zeros(env.num_envs, dtype=np.bool_)
         self.episode_rewards = np.zeros(env.num_envs)
@@ -108,7 +111,7 @@ class Collector:
     @torch.inference_mode()
     def collect(self, index: int, should_stop: Callable[[], bool]) -> Rollout | None:
         """Collect rollout number `index` of the run; return None, and drop what was collected, if asked to stop."""
-        rollout = self.collect_unroll(index, should_stop)
+        rollout = self.collect_unroll(index, should_stop, self.rollout)
         if rollout is not None:
             with self.clock.phase("inference"):
                 _, last_values = self.model(rollout.last_observations.to(self.device))
@@ -118,9 +121,8 @@ class Collector:
         return rollout
 
     @torch.inference_mode()
-    def collect_unroll(self, index: int, should_stop: Callable[[], bool]) -> Rollout | None:
-        """Collect a rollout without the values of the last observations, which IMPALA's learner computes itself."""
-        rollout = self.rollout
+    def collect_unroll(self, index: int, should_stop: Callable[[], bool], rollout: Rollout) -> Rollout | None:
+        """Fill the rollout without the values of the last observations, which IMPALA's learner computes itself."""
         rollout.episodes = []
         act = self._acting(self._noise(index))
         # Writing to the tensors through numpy takes a fraction of torch's time.
@@ -143,7 +145,7 @@ class Collector:
                 truncated[t] = False
             valid[t] = ~self.just_ended
             self.observations = step.observations
-            self._count(t, step.rewards, step.terminated | step.truncated)
+            self._count(rollout.episodes, t, step.rewards, step.terminated | step.truncated)
         rollout.last_observations.copy_(torch.from_numpy(self.observations))
         return rollout
 
@@ -176,14 +178,14 @@ class Collector:
         ]
         return torch.from_numpy(np.stack(draws, axis=1)).clamp_(min=1e-30).log_().neg_()
 
-    def _count(self, t: int, rewards: NDArray[np.float32], ended: NDArray[np.bool_]) -> None:
+    def _count(self, episodes: list[Episode], t: int, rewards: NDArray[np.float32], ended: NDArray[np.bool_]) -> None:
         playing = ~self.just_ended
         self.episode_rewards += rewards * playing
         self.episode_lengths += playing
         for i in np.flatnonzero(ended).tolist():
             if np.isfinite(self.episode_rewards[i]):  # else its rewards are counted as bad (learning/bad_numbers.py)
                 reward, length = float(self.episode_rewards[i]), int(self.episode_lengths[i])
-                self.rollout.episodes.append(Episode(reward, length, t, self.env_ids[i]))
+                episodes.append(Episode(reward, length, t, self.env_ids[i]))
             self.episode_rewards[i], self.episode_lengths[i] = 0.0, 0
         self.just_ended = ended
 

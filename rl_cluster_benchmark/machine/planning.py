@@ -72,8 +72,7 @@ class Plan:
             )
         reasons = {self.machine.usable_cores: "one per physical core", config.env.num_envs: "one per environment"}
         reason = reasons.get(self.num_workers, "set")
-        summed = config.parallel.reduce.replace("_", " ")
-        gradients = "each worker's own, without locks" if config.traits.is_lock_free else summed
+        gradients = "each worker's own, without locks" if config.traits.is_lock_free else "shared memory"
         return (
             f"Workers: {self.num_workers} ({reason}, {pinned}) | Environments: {config.env.num_envs} in all | "
             f"Gradients: {gradients}"

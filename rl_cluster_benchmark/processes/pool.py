@@ -19,11 +19,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import psutil
 
@@ -101,6 +102,14 @@ def _server_is_ready() -> bool:
         return True
 
 
+@dataclass(frozen=True)
+class Ending:
+    """The last that a worker says. Whatever else it sends is a message to whoever runs the pool."""
+
+    how: Literal["finished", "wrong input", "failed", "crashed", "died"]
+    text: str = ""
+
+
 class WorkerPool:
     """Processes that each run `target(rank, connection, *args)`; use it as a context manager."""
 
@@ -176,14 +185,14 @@ class WorkerPool:
             for ready in multiprocessing.connection.wait(open_connections, timeout=patience):
                 rank = self.connections.index(ready)  # type: ignore[arg-type]
                 try:
-                    kind, content = self.connections[rank].recv()
-                except (EOFError, OSError):  # the worker died, between two messages or within one
-                    kind, content = "died", self._how_it_ended(rank)
-                if kind == "message":
-                    yield rank, content
+                    said = self.connections[rank].recv()
+                except (EOFError, OSError):  # at the end of a message, or in the middle of one
+                    said = Ending("died", self._how_it_ended(rank))
+                if not isinstance(said, Ending):
+                    yield rank, said
                     continue
                 try:
-                    self._note(rank, kind, content)
+                    self._note(rank, said)
                 except TrainingFailedError:
                     yield from self._said_before()
                     raise
@@ -193,16 +202,19 @@ class WorkerPool:
                 pid = self.processes[rank].pid or 0
                 self._lost(rank, self._watchdog.sentence(self._pulses[rank].stack_of(pid)))
 
-    def _note(self, rank: int, kind: str, content: str) -> None:
+    def _note(self, rank: int, ending: Ending) -> None:
         """Note that a worker has ended; raise its error, or let it be replaced."""
-        if kind == "finished":
-            self._finished.add(rank)
-        elif kind == "wrong input":
-            raise UserError(content)
-        elif kind == "failed":
-            raise TrainingFailedError(content)
-        else:
-            self._lost(rank, f"crashed:\n{content}" if kind == "crashed" else content)
+        match ending.how:
+            case "finished":
+                self._finished.add(rank)
+            case "wrong input":
+                raise UserError(ending.text)
+            case "failed":
+                raise TrainingFailedError(ending.text)
+            case "crashed":
+                self._lost(rank, f"crashed:\n{ending.text}")
+            case "died":
+                self._lost(rank, ending.text)
 
     def _said_before(self) -> Iterator[tuple[int, Any]]:
         """Yield the messages, a checkpoint perhaps, that workers sent before the error that now ends the run."""
@@ -210,9 +222,9 @@ class WorkerPool:
         for rank, connection in enumerate(self.connections):
             with contextlib.suppress(EOFError, OSError):
                 while connection.poll() and time.monotonic() < deadline:
-                    kind, content = connection.recv()
-                    if kind == "message":
-                        yield rank, content
+                    said = connection.recv()
+                    if not isinstance(said, Ending):
+                        yield rank, said
 
     def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
@@ -300,13 +312,13 @@ def _main(
     try:
         attach(rank)
         target(rank, connection, *args)
-        connection.send(("finished", None))
+        connection.send(Ending("finished"))
     except UserError as error:
-        _report(connection, "wrong input", str(error))
+        _say(connection, Ending("wrong input", str(error)))
     except TrainingFailedError as error:
-        _report(connection, "failed", str(error))
+        _say(connection, Ending("failed", str(error)))
     except BaseException:
-        _report(connection, "crashed", traceback.format_exc())
+        _say(connection, Ending("crashed", traceback.format_exc()))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     connection.close()
@@ -325,6 +337,6 @@ def name_process(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
 
 
-def _report(connection: Connection, kind: str, content: str) -> None:
+def _say(connection: Connection, ending: Ending) -> None:
     with contextlib.suppress(OSError):
-        connection.send((kind, content))
+        connection.send(ending)

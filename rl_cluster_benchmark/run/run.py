@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,17 +29,28 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.learning.bad_numbers import COUNTS
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
-from rl_cluster_benchmark.run.asynchrony import Asynchrony
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
+from rl_cluster_benchmark.run.course import Goal, SaveTimer
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.memory import MemoryReadings
+from rl_cluster_benchmark.run.metrics import Asynchrony
 from rl_cluster_benchmark.run.progress import Progress, Status
 from rl_cluster_benchmark.run.saver import Saver
 
 SHORTEST_RATE = 1.0  # seconds, the shortest time that a logged speed is the mean over
 FINAL_FPS_UPDATES = 10
 BAD_IN_A_ROW = 100  # consecutive updates left out because of NaN or infinity, after which a run ends
+
+
+@dataclass(frozen=True)
+class RunMachines:
+    """The machines of a run, if there are several."""
+
+    shares: list[tuple[str, int, int]]  # (name, workers, usable cores) of each
+    jobs: list[str]  # who started them, and may do it again
+    num_learners: int  # of IMPALA, on all of them
+    memory_elsewhere: Callable[[], int]  # bytes in use on all but this one
 
 
 class Run:
@@ -57,9 +69,14 @@ class Run:
         resume: bool = False,
         resumed_path: Path | None = None,
         resumed_from: dict[str, Any] | None = None,
+        may_write: Callable[[], None] = lambda: None,
+        may_begin: Callable[[], None] = lambda: None,
+        machines: RunMachines | None = None,
     ) -> None:
+        """`may_write` raises if somebody else has taken over, `may_begin` if what is there is not what was seen."""
         self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
         self.resume, self.resumed_path, self.resumed_from = resume, resumed_path, resumed_from
+        self._goal, self._save_timer = Goal(config.training), SaveTimer(config)
         self.summary: dict[str, Any] | None = None
         self.run_id = uuid.uuid4().hex  # stays the same when the run is resumed or its files are copied
         self.code = summary.code()  # read now, because a checkout may be at another commit when the run ends
@@ -87,12 +104,8 @@ class Run:
         self._memory_readings = MemoryReadings()
         self._saver = Saver()
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
-        self.nodes: list[tuple[str, int, int]] = []  # on a cluster: (name, workers, usable cores) of each machine
-        self.jobs: list[str] = []  # names of the jobs that started these machines and may start them again
-        self.num_learners = plan.num_learners  # IMPALA's, on all machines
-        self.memory_elsewhere: Callable[[], int] = lambda: 0  # bytes that other machines use
-        self.may_write: Callable[[], None] = lambda: None  # raises if another process has taken over the directory
-        self.may_begin: Callable[[], None] = lambda: None  # raises if the directory has changed since it was checked
+        self._may_write, self._may_begin = may_write, may_begin
+        self._machines = machines or RunMachines([], [], plan.num_learners, lambda: 0)
 
     # The course of a run
 
@@ -101,10 +114,10 @@ class Run:
         if self.config.logging.tensorboard:
             metrics.summary_writer()  # raises, if it is not installed, before anything is removed
         self.check_begun()
-        self.may_write()
-        self.may_begin()
+        self._may_write()
+        self._may_begin()
         if not self.resume:
-            self.directory.begin_run(self.jobs)
+            self.directory.begin_run(self._machines.jobs)
         write_atomically(self.directory.config, configs.to_yaml(self.config).encode())
         resumption.remove_results_after(self.directory, self.updates)
         metrics.cut_after(self.directory.metrics_log, self.updates)
@@ -117,7 +130,7 @@ class Run:
         self._read_memory()  # now, while all workers exist: at the first update of a short run some may have ended
         self._memory_readings.next_at = 0.0  # and again at the first update, when all buffers are in use
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
-        self._last_checkpoint = self._started
+        self._save_timer.restart()
         self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)])
         self._logs: deque[tuple[float, int]] = deque([self._recent[0]])  # (time, steps) of recent log lines
 
@@ -137,18 +150,16 @@ class Run:
 
     @property
     def num_workers(self) -> int:
-        return sum(workers for _, workers, _ in self.nodes) or self.plan.num_workers
+        return sum(workers for _, workers, _ in self._machines.shares) or self.plan.num_workers
 
     @property
     def usable_cores(self) -> int:
-        return sum(cores for _, _, cores in self.nodes) or self.plan.machine.usable_cores
+        return sum(cores for _, _, cores in self._machines.shares) or self.plan.machine.usable_cores
 
     @property
     def fraction(self) -> float:
         """Return how much of the run is done, 0 to 1: by steps or by time, whichever is further."""
-        training = self.config.training
-        by_time = self.elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+        return self._goal.fraction(self.steps, self.elapsed)
 
     def interrupted(self) -> bool:
         """Return whether a signal has asked the run to end as soon as the model is in a consistent state."""
@@ -164,10 +175,10 @@ class Run:
 
         Updates do not ask this: one that has begun when time is up is completed.
         """
-        return self.interrupted() or (self.updates > 0 and self._time_is_up())
+        return self.interrupted() or (self.updates > 0 and self._goal.time_is_up(self.elapsed))
 
     def is_complete(self) -> bool:
-        return self.steps >= self.config.training.total_timesteps
+        return self._goal.is_reached(self.steps)
 
     def record(
         self,
@@ -221,9 +232,7 @@ class Run:
             )
 
     def checkpoint_due(self) -> bool:
-        minutes = (time.perf_counter() - self._last_checkpoint) / 60
-        every = self.updates % self.config.training.save_interval == 0
-        return every or minutes > self.config.logging.checkpoint_minutes
+        return self._save_timer.is_due(self.updates)
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint of the learner's state and of the run's own."""
@@ -245,7 +254,7 @@ class Run:
 
     def has_finished(self) -> bool:
         """Return whether this is a resumed run that had already finished, so that nothing is left to do."""
-        at_its_end = self.is_complete() or (self.updates > 0 and self._time_is_up())
+        at_its_end = self.is_complete() or (self.updates > 0 and self._goal.time_is_up(self.elapsed))
         was_final = self.resumed_path == self.directory.final_checkpoint()
         return at_its_end and was_final and resumption.finished_with(self.directory) == self.updates
 
@@ -325,14 +334,14 @@ class Run:
         )
 
         def write() -> None:
-            self.may_write()
+            self._may_write()
             assert self._metrics is not None
             self._metrics.flush()
             self._note_checkpoint(path, checkpoint.write(path, content), steps)
             checkpoint.prune(self.directory, self.config.logging.keep_checkpoints)
 
         self._saver.save(path, write)
-        self._last_checkpoint = time.perf_counter()
+        self._save_timer.restart()
 
     def _note_checkpoint(self, path: Path, digest: str | None, steps: int) -> None:
         if digest is not None:
@@ -377,7 +386,7 @@ class Run:
             "cpu_model": self.plan.machine.cpu_model,
             "usable_cores": self.usable_cores,
             "num_workers": self.num_workers,
-            "num_learners": self.num_learners,
+            "num_learners": self._machines.num_learners,
             "precision": self.plan.precision,
             "engine": self.plan.engine,
             "git_commit": self.code["git_commit"],
@@ -386,16 +395,12 @@ class Run:
 
     def _read_memory(self) -> None:
         sizes = self._memory_readings.read()
-        self._memory = sum(sizes.values()) + self.memory_elsewhere()
+        self._memory = sum(sizes.values()) + self._machines.memory_elsewhere()
         self.peak_memory = max(self.peak_memory, self._memory)
         workers = [sizes[worker.pid] for worker in multiprocessing.active_children() if worker.pid in sizes]
         if len(workers) >= self._num_workers_seen:  # else some have ended, and the rest are charged for shared pages
             self._num_workers_seen = len(workers)
             self.peak_worker_memory = max(self.peak_worker_memory, *workers, 0)
-
-    def _time_is_up(self) -> bool:
-        hours = self.config.training.duration_hours
-        return hours is not None and self.elapsed >= hours * 3600
 
     # The end
 
@@ -427,7 +432,7 @@ class Run:
             self._summarise("finished", None)
 
     def _summarise(self, state: str, reason: str | None) -> None:
-        self.may_write()
+        self._may_write()
         self._log()
         self.summary = self._described(state, reason)
         summary.write(self.directory, self.summary)
@@ -446,8 +451,8 @@ class Run:
             "reason": reason,
             "num_envs": config.env.num_envs,
             "num_workers": self.num_workers,
-            "num_learners": self.num_learners,
-            "nodes": [name for name, _, _ in self.nodes] or None,
+            "num_learners": self._machines.num_learners,
+            "nodes": [name for name, _, _ in self._machines.shares] or None,
             "duration_hours": elapsed / 3600,
             "total_timesteps": self.steps,
             "total_updates": self.updates,

@@ -1,31 +1,65 @@
-"""Which execution a run with worker processes has: `train` on the head or on a machine alone, `follow` elsewhere."""
+"""Which execution a run with worker processes has, and how it goes on the head and on all other machines."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster
-from rl_cluster_benchmark.execution.hogwild import hogwild_cluster
-from rl_cluster_benchmark.execution.in_step import data_parallel
+from rl_cluster_benchmark.execution.actor_learner.actor_learner import ActorLearnerMachine
+from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildMachine
+from rl_cluster_benchmark.execution.in_step.data_parallel import DataParallelMachine
+from rl_cluster_benchmark.execution.machines.follower import Follower
+from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
+from rl_cluster_benchmark.execution.messages import Report
+from rl_cluster_benchmark.execution.orders import order_of
+from rl_cluster_benchmark.execution.reports import Reports, Updates
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run.run import Run
 
 
-class Execution(Protocol):
-    """Runs the training on several machines: `train` on the head, `follow` on every other machine."""
+class MachinePart(Protocol):
+    """One machine's part of a run: its processes, and the memory that they share.
 
-    def train(self, run: Run, cluster: Cluster) -> None: ...
+    It is made of (cluster, config, plan, folder for files of its own, checkpoint to go on from, progress by then).
+    """
 
-    def follow(
-        self, cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]
-    ) -> None: ...
+    def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
+        """Run the processes to their end.
+
+        `look` gives the order for them as this machine sees it, `start` is called when time begins to count, and on the
+        head `hear` gets what the processes of all machines report, with the number of the machine.
+        """
+        ...
+
+    def updates(self, run: Run) -> Updates:
+        """Return how reports become updates of the run, on the head."""
+        ...
 
 
-def of(config: Config) -> Execution:
-    """Return the execution of the config's algorithm."""
+def _part_of(config: Config) -> Callable[..., MachinePart]:
+    """Return what makes a machine's part of a run of the config's algorithm."""
     if config.traits.has_actors:
-        return actor_learner_cluster
-    return hogwild_cluster if config.traits.is_lock_free else data_parallel
+        return ActorLearnerMachine
+    return HogwildMachine if config.traits.is_lock_free else DataParallelMachine
+
+
+def train(run: Run, cluster: Cluster | MachineAlone) -> None:
+    """On the head of a cluster, or on a machine alone: train, and write down what all machines report."""
+    folder, progress = run.directory.root, run.progress_state()
+    here = _part_of(run.config)(cluster, run.config, run.plan, folder, run.resumed_path, progress)
+    updates = here.updates(run)
+    try:
+        here.train(look=lambda: order_of(run), start=run.start, hear=Reports(run, updates).hear)
+    finally:  # also of a run that fails every step counts
+        updates.complete()
+
+
+def follow(cluster: Cluster, config: Config, plan: Plan, resumed_path: Path | None, progress: dict[str, Any]) -> None:
+    """On every other machine of a cluster: train. Files, if there are any, are its own and lie on its own disk."""
+    folder = Path(tempfile.gettempdir())
+    here = _part_of(config)(cluster, config, plan, folder, resumed_path, progress)
+    here.train(look=Follower(cluster), start=lambda: None, hear=lambda node, report: None)

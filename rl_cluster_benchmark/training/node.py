@@ -150,7 +150,7 @@ def _follow(cluster: Cluster) -> int:
         cluster.publish(f"ready/{cluster.rank}", True)
         print(f"{label}: {cluster.nodes[cluster.rank].processes}, the head is {cluster.nodes[0].name}", flush=True)
         with watched(limit_of(config), is_parent=True):
-            executions.of(config).follow(cluster, config, plan, path, work["progress"])
+            executions.follow(cluster, config, plan, path, work["progress"])
     print(f"{label}: {'stopped by a signal' if cluster.signals.received else 'finished'}", flush=True)
     return 0 if cluster.signals.received is None else 128 + cluster.signals.received
 

@@ -10,9 +10,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Interrupted, Signals
 from rl_cluster_benchmark.execution import sequential
-from rl_cluster_benchmark.execution.actor_learner import actor_learner, split
-from rl_cluster_benchmark.execution.hogwild import hogwild
-from rl_cluster_benchmark.execution.in_step import data_parallel
+from rl_cluster_benchmark.execution.actor_learner import split
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
 from rl_cluster_benchmark.machine import planning, process
@@ -22,7 +20,7 @@ from rl_cluster_benchmark.processes.watchdog import limit_of, watched
 from rl_cluster_benchmark.run import checkpoint, resumption, summary
 from rl_cluster_benchmark.run.checkpoint_format import MAX_BYTES
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.run import Run, exit_status
+from rl_cluster_benchmark.run.run import Run, RunMachines, exit_status
 from rl_cluster_benchmark.training import executions, node
 
 BYTES_PER_OBSERVATION = {"image": 64 * 64 * 3, "vector": 200}
@@ -102,7 +100,18 @@ def _train(
         _check_memory(config, plan)
         if not resume:  # runs of older versions may have such a setting, and go on
             _check_replay(config)
-        run = Run(config, plan, directory, signals, resume=resume, resumed_path=resumed_path, resumed_from=resumed_from)
+        run = Run(
+            config,
+            plan,
+            directory,
+            signals,
+            resume=resume,
+            resumed_path=resumed_path,
+            resumed_from=resumed_from,
+            may_write=claim.check,
+            may_begin=partial(directory.check_unchanged, seen) if found is None else lambda: None,
+            machines=_machines_of(cluster) if cluster is not None else None,
+        )
         if run.has_finished():
             print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
             if cluster is not None:
@@ -116,14 +125,8 @@ def _train(
             print("No checkpoint to resume from: starting at the beginning.", flush=True)
         elif directory.has_something_to_replace():
             print(f"Replacing the run in {directory.root} when training begins: {directory.contents()}.", flush=True)
-        run.may_write = claim.check
-        if found is None:
-            run.may_begin = partial(directory.check_unchanged, seen)
         run.check_begun()
         if cluster is not None:
-            run.nodes, run.num_learners = cluster.shares(), cluster.num_learners
-            run.jobs = [member.job for member in cluster.nodes]
-            run.memory_elsewhere = cluster.membership.memory_elsewhere
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
         try:
             is_parent = not config.is_sequential
@@ -138,19 +141,17 @@ def _train(
         claim.release()
 
 
+def _machines_of(cluster: Cluster) -> RunMachines:
+    jobs = [member.job for member in cluster.nodes]
+    return RunMachines(cluster.shares(), jobs, cluster.num_learners, cluster.membership.memory_elsewhere)
+
+
 def _execute(run: Run, cluster: Cluster | None) -> None:
     """Train the run to its end."""
-    config = run.config
-    if cluster is not None:
-        executions.of(config).train(run, cluster)
-    elif config.is_sequential:
+    if run.config.is_sequential:
         sequential.train(run)
-    elif config.traits.has_actors:
-        actor_learner.train(run)
-    elif config.traits.is_lock_free:
-        hogwild.train(run)
     else:
-        data_parallel.train(run, MachineAlone(run.plan, run.signals))
+        executions.train(run, cluster or MachineAlone(run.plan, run.signals))
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:

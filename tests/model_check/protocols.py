@@ -19,13 +19,13 @@ from machine import Machine, Memory, Pipes, Private, begin_loop, loop_again, not
 
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution import reduce
-from rl_cluster_benchmark.execution.actor_learner import actor_learner_cluster, leading_learner, unrolls
-from rl_cluster_benchmark.execution.hogwild import hogwild
+from rl_cluster_benchmark.execution.actor_learner import actor_learner, leading_learner, unrolls
+from rl_cluster_benchmark.execution.hogwild import hogwild_worker
 from rl_cluster_benchmark.execution.in_step import helping
 from rl_cluster_benchmark.execution.machines import other_machines
 from rl_cluster_benchmark.processes import claims, published_weights, watchdog
 
-MODULES = (claims, helping, hogwild, leading_learner, reduce, unrolls, published_weights)
+MODULES = (claims, helping, hogwild_worker, leading_learner, reduce, unrolls, published_weights)
 
 
 @dataclass
@@ -365,7 +365,7 @@ def help_with_rollouts(
     pipes, counts = Pipes(page), [images] * workers
     shards = [slice(sum(counts[:i]), sum(counts[: i + 1])) for i in range(workers)]
     memory = Memory(
-        workers=(workers, 2), posts=(workers, 5), features=(sum(counts),), observations=(steps, sum(counts)),
+        workers=(workers, 2), posts=(workers, 3), features=(sum(counts),), observations=(steps, sum(counts)),
         arrivals=(workers, 1),
     )  # fmt: skip
     free = claims_on(pipes)
@@ -375,7 +375,7 @@ def help_with_rollouts(
 
     def worker(rank: int) -> Callable[[], None]:
         def work() -> None:
-            shared: Any = SimpleNamespace(posts=1, memory=memory, free=free)
+            shared: Any = SimpleNamespace(memory=memory, free=free)
             clock, own = PhaseClock(), shards[rank]
             with with_pipes(pipes):
                 mine = helping.Helping(shared, rank, shards, memory["observations"], model, clock)  # type: ignore[arg-type]
@@ -395,7 +395,7 @@ def help_with_rollouts(
 
     def judge(notes: dict[str, list[Any]], at_end: dict[str, Any]) -> None:
         assert notes["free"] == [tuple(range(workers))], f"posts that are free: {notes['free']}"
-        taken = [at_end[f"posts[{5 * i + helping.TAKEN}]"] for i in range(workers)]
+        taken = [at_end[f"posts[{3 * i + helping.TAKEN}]"] for i in range(workers)]
         assert not any(taken), "a post is not given back"
 
     return Case(
@@ -412,21 +412,21 @@ def sums_since_last_time(workers: int = 2, times: int = 2) -> Case:
 
     def worker(rank: int) -> Callable[[], None]:
         def work() -> None:
-            news = hogwild.SumSinceLastTime(memory["table"], rank, memory["elsewhere"])  # type: ignore[arg-type]
+            news = hogwild_worker.SumSinceLastTime(memory["table"], rank, memory["elsewhere"])  # type: ignore[arg-type]
             course: Any = SimpleNamespace(
-                rank=rank, shared=memory, _send=lambda *_: None, time=SimpleNamespace(write=lambda: None),
-                updates=0, version=0, _elapsed=0.0,
+                rank=rank, shared=memory, connection=SimpleNamespace(send=lambda _: None),
+                time=SimpleNamespace(write=lambda: None), updates=0, version=0, _elapsed=0.0,
             )  # fmt: skip
-            course.count = lambda column: hogwild.HogwildCourse.count(course, column)
+            course.count = lambda column: hogwild_worker.HogwildCourse.count(course, column)
             total = 0
             for _ in range(times):
                 total += int(news(Private([10**rank]))[0])
-                hogwild.HogwildCourse.record(course, 1, (), {})
-            memory["counters"][rank, hogwild.DONE] = 1
-            wait_until(lambda: course.count(hogwild.DONE) == workers)
+                hogwild_worker.HogwildCourse.record(course, 1, (), {})
+            memory["counters"][rank, hogwild_worker.DONE] = 1
+            wait_until(lambda: course.count(hogwild_worker.DONE) == workers)
             total += int(news(Private([0]))[0])
             assert total == times * sum(10**i for i in range(workers)), f"{total}: counted twice, or not at all"
-            updates = course.count(hogwild.UPDATES)
+            updates = course.count(hogwild_worker.UPDATES)
             assert updates == workers * times, f"{updates} updates"
 
         return work
@@ -450,7 +450,7 @@ def corrections(number: int = 2, steps: int = 3, learners: int = 2) -> Case:
     )
 
     def node() -> None:
-        flags = actor_learner_cluster.PublishedParameters.__new__(actor_learner_cluster.PublishedParameters)
+        flags = actor_learner.PublishedParameters.__new__(actor_learner.PublishedParameters)
         flags._flags = memory  # type: ignore[assignment]
         for i in range(1, number + 1):
             wait_until(lambda: not flags.busy or memory["over"][0])

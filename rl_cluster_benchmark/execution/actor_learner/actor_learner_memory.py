@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines import machine_supervisor
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.other_machines import IndependentMachines
+from rl_cluster_benchmark.execution.messages import Started
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.machine.planning import Plan
@@ -19,23 +21,20 @@ from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.claims import Claims
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, SharedTensors
+from rl_cluster_benchmark.processes.waiting import wait_until
 
 
 class Shared:
     """What the processes of a run share on one machine. Handed to a spawned process, it is the same there."""
 
-    def __init__(
-        self, config: Config, plan: Plan, folder: Path, resumed_path: Path | None, seat: MachineSeat | None = None
-    ) -> None:
-        """`seat` is this machine's among several."""
+    def __init__(self, config: Config, plan: Plan, folder: Path, resumed_path: Path | None, seat: MachineSeat) -> None:
         self.config, self.plan, self.folder, self.resumed_path, self.seat = config, plan, folder, resumed_path, seat
         self.task = Task.of(config)
-        shards = deal(config.env.num_envs, seat.total_workers if seat else plan.num_workers)
-        self.shards = seat.own(shards, plan.num_workers) if seat else shards
+        self.shards = seat.own(deal(config.env.num_envs, seat.total_workers), plan.num_workers)
         self.num_learners = plan.num_learners
-        learners = seat.total_learners if seat else plan.num_learners
-        each = config.unrolls_per_learner(learners)
-        self.steps_per_update = max(1, round(config.env.num_envs / (each * learners))) * config.impala.passes
+        each = config.unrolls_per_learner(seat.total_learners)
+        unrolls_per_step = each * seat.total_learners
+        self.steps_per_update = max(1, round(config.env.num_envs / unrolls_per_step)) * config.impala.passes
         size = self.task.num_parameters
         self.flags = SharedTensors(
             {
@@ -59,12 +58,25 @@ class Shared:
 
     @property
     def is_on_its_own(self) -> bool:
-        """Does this machine take its own steps, beside others?"""
-        return self.seat is not None and self.config.cluster.sync == "async"
+        """Return whether this machine takes its own steps, beside others."""
+        return self.seat.num_nodes > 1 and self.config.cluster.sync == "async"
 
     @property
     def saves(self) -> bool:
-        return self.seat is None or self.seat.node_rank == 0
+        """Return whether this machine's leader saves for all machines."""
+        return self.seat.node_rank == 0
+
+    @property
+    def num_exchanges(self) -> int:
+        """Return how many corrections of the parameters other machines have led to."""
+        return int(self.flags["written"][0]) if self.is_on_its_own else 0
+
+    def start(self, connection: Connection, keeper: process_times.TimeKeeper, greeting: str) -> None:
+        """Say that this process is ready, and wait until all are. Time counts from then on."""
+        connection.send(Started(greeting))
+        go, board = self.flags["go"].numpy(), self.board()
+        wait_until(lambda: bool(go[0]) or board.stopped, keeper.clock)
+        keeper.start()
 
     def board(self) -> StepBoard:
         return StepBoard(self.flags, self.num_learners, self.plan.micro_batch // self.config.training.n_steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +15,8 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines.other_machines import News, OtherMachines
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.execution.messages import FinalState, NothingLeftToDo, StateToSave, UpdateMade
+from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.learning.bad_numbers import mean_of
 from rl_cluster_benchmark.processes.claims import MOST, Claims
 from rl_cluster_benchmark.processes.process_times import MemoryLayout, TimeKeeper
@@ -24,13 +24,14 @@ from rl_cluster_benchmark.processes.published_weights import PublishedWeights
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.course import Goal, SaveTimer
 
 TURNS = 3  # of each learner in a step: enough that one on a faster core can do more than another
 REPLAY = -1  # in place of an unroll's row: one from the learner's own replay
 
 
 def group_size(unrolls: int, num_learners: int, fit_the_cache: int) -> int:
-    """Unrolls that a learner takes together: as many as its cache holds, or fewer so that each has turns enough."""
+    """Return how many unrolls a learner takes at once: what its cache holds, or fewer so that each has turns enough."""
     fair = unrolls if num_learners == 1 else unrolls // (TURNS * num_learners)
     return max(1, min(fit_the_cache, fair), -(-unrolls // MOST))
 
@@ -69,7 +70,7 @@ class StepBoard:
         return bool(self._stop[0])
 
     def wait(self, step: int, clock: PhaseClock) -> bool:
-        """Is there such a step?"""
+        """Wait for a step; return False if the run ends before it."""
         wait_until(lambda: self._step[0] >= step or self.stopped, clock)
         return bool(self._step[0] >= step)
 
@@ -90,6 +91,8 @@ class StepBoard:
 
 
 class LeadingLearner:
+    """What the first learner does besides learning. All counts of a run, and its end, are its own."""
+
     def __init__(
         self, config: Config, shared: SharedTensors, board: StepBoard, claims: Claims, store: UnrollStore,
         weights: PublishedWeights, algorithm: Impala, connection: Connection, keeper: TimeKeeper,
@@ -97,7 +100,8 @@ class LeadingLearner:
     ) -> None:  # fmt: skip
         self.config, self.board, self.claims, self.store, self.weights = config, board, claims, store, weights
         self.algorithm, self.connection, self.keeper, self.others = algorithm, connection, keeper, others
-        self._order, self._left_out = shared["order"].numpy(), shared["left_out"][:, 0].numpy()
+        self._goal, self._save_timer, self._orders = Goal(config.training), SaveTimer(config), Orders(shared["order"])
+        self._left_out = shared["left_out"][:, 0].numpy()
         self._left_out_seen = 0
         self.steps, self.updates, self._elapsed_before = progress["steps"], progress["updates"], progress["elapsed"]
         self.steps_per_update = steps_per_update
@@ -105,7 +109,6 @@ class LeadingLearner:
         self._new_steps, self._lags, self._ages, self._in_use = 0, [], [], []  # type: ignore[var-annotated]
         self._rows = np.empty(0, dtype=np.int64)
         self._count = self._passes_left = 0
-        self._saved_at = time.perf_counter()
 
     def hand_out(self, clock: PhaseClock) -> None:
         """Announce the next step, or that there will be none.
@@ -162,7 +165,7 @@ class LeadingLearner:
         self.board.announce(self._count, rows, rate, divisor, self.others.correction())
 
     def step_done(self, losses: dict[str, float]) -> bool:
-        """All learners have taken the step; True when that ends an update."""
+        """Take note that all learners have taken the step; return True when that ends an update."""
         if self._passes_left == 0:
             self.store.release(self._rows)
         self.weights.publish(self.algorithm.learner.flat)
@@ -185,21 +188,21 @@ class LeadingLearner:
             "async/slots_in_use": float(np.mean(self._in_use or [0.0])) / self.store.capacity,
         }
         losses = mean_of(self._done) if self._done else nothing_learned(self.config.training, self._fraction)
-        report = {"steps": self._new_steps, "losses": losses, "asynchrony": asynchrony, "at": self._elapsed}
-        self._send("record", report)
+        self.connection.send(UpdateMade(self._new_steps, losses, self._elapsed, asynchrony=asynchrony))
         self._done, self._new_steps, self._lags, self._ages, self._in_use = [], 0, [], [], []
 
     def checkpoint_due(self) -> bool:
-        minutes = (time.perf_counter() - self._saved_at) / 60
-        every = self.updates % self.config.training.save_interval == 0
-        return every or minutes > self.config.logging.checkpoint_minutes
+        return self._save_timer.is_due(self.updates)
 
-    def save(self, state: dict[str, Any], kind: str = "save") -> None:
-        self._send(kind, checkpoint.pack(state))
-        self._saved_at = time.perf_counter()
+    def save(self, state: dict[str, Any]) -> None:
+        self.connection.send(StateToSave(checkpoint.pack(state)))
+        self._save_timer.restart()
+
+    def finish(self, state: dict[str, Any]) -> None:
+        self.connection.send(FinalState(checkpoint.pack(state)))
 
     def _news(self, stop: bool, left_out: int) -> News:
-        """Of the unrolls about to be learned from. Steps that are left out were taken, if not learned from."""
+        """Return what is new with the next unrolls; steps that were left out were taken, if not learned from."""
         rows = torch.from_numpy(self._rows)
         return News(
             stop=stop,
@@ -209,7 +212,7 @@ class LeadingLearner:
         )
 
     def _note(self, news: News, in_use: int) -> None:
-        """Statistics of the unrolls about to be learned from."""
+        """Take down statistics of the unrolls about to be learned from."""
         rows = self._rows
         self._new_steps += news.steps
         self._lags += (self.weights.version - self.store.versions(rows)).tolist()
@@ -218,43 +221,37 @@ class LeadingLearner:
         self.algorithm.normalize_rewards.scale.add(*news.returns)
 
     def _replayed(self) -> int:
-        """How many of the next step's unrolls are to be old ones: over many steps the fraction asked for."""
+        """Return how many of the next step's unrolls are to be old ones: over many steps the fraction asked for."""
         if self._count == 0:  # there are none yet
             return 0
         per_step = self.config.impala.replay_fraction * self.board.num_rows
         return int((self._count + 1) * per_step) - int(self._count * per_step)
 
     def _left_out_since(self) -> int:
-        """Steps of unrolls with NaN or infinite numbers, since the last report."""
+        """Return the steps of unrolls with NaN or infinite numbers since the last report."""
         return int(self._left_out.sum()) - self._left_out_seen
 
     @property
     def _elapsed(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Return the seconds of training, those before a resume included."""
         return self._elapsed_before + self.keeper.elapsed
 
     @property
     def _fraction(self) -> float:
-        training = self.config.training
-        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self._all_steps / training.total_timesteps, by_time))
+        return self._goal.fraction(self._all_steps, self._elapsed)
 
     @property
     def _all_steps(self) -> int:
         return self.steps + self.others.steps
 
     def _should_stop(self) -> bool:
-        """An update in hand is finished, but for a signal."""
-        order = int(self._order[0])
-        if order == INTERRUPTED:
+        """Return whether to end now; an update in hand is finished, but for a signal."""
+        if self._orders.interrupted():
             return True
-        complete = self._all_steps + self._left_out_since() >= self.config.training.total_timesteps
-        return not self._done and (complete or (order == TIME_IS_UP and self.updates > 0))
+        complete = self._goal.is_reached(self._all_steps + self._left_out_since())
+        return not self._done and (complete or self._orders.should_stop(self.updates))
 
     def wait_for_others(self) -> None:
-        """Nothing is left to do but to save: wait until that is true of all machines."""
-        self._send("done", None)
+        """Say that nothing is left to do but to save, and wait until that is true of all machines."""
+        self.connection.send(NothingLeftToDo())
         self.others.wait_for_end(self.algorithm.learner, self.weights)
-
-    def _send(self, kind: str, content: Any) -> None:
-        self.connection.send(("message", (kind, content)))

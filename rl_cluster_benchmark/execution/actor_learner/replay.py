@@ -49,14 +49,14 @@ class ReplayFile:
         return min(self.added, self.capacity)
 
     def add(self, fields: Fields, row: int) -> None:
-        """The oldest makes room when it is full."""
+        """Keep an unroll; the oldest makes room for it when the file is full."""
         place = self.added % self.capacity
         for name, kept in self._fields.items():
             kept[place].copy_(fields[name][row])
         self.added += 1
 
     def sample(self, count: int, generator: np.random.Generator) -> list[tuple[dict[str, Tensor], int]]:
-        """Unrolls drawn evenly, read into memory here: none is waited for in the middle of a pass of the network."""
+        """Draw unrolls evenly, and read them into memory here, so that no pass of the network waits for the disk."""
         rows = torch.from_numpy(generator.integers(len(self), size=count))
         drawn = {name: kept[rows] for name, kept in self._fields.items()}
         return [(drawn, i) for i in range(count)]

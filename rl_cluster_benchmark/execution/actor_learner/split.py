@@ -22,7 +22,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.env.environments import make_env
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import group_size
-from rl_cluster_benchmark.experience.rollout import Collector
+from rl_cluster_benchmark.experience.rollout import Collector, Rollout
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.nets.models import make_model
@@ -36,7 +36,7 @@ FEWEST_ACTORS = 16  # one in so many cores acts, at least
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one core for one environment step."""
+    """How many seconds of one core an environment step takes."""
 
     act: Callable[[int], float]  # when there are so many actors: the network likes some numbers of environments more
     learn: float
@@ -90,7 +90,7 @@ def _measured(config: Config, cores: int, look: Callable[[], None]) -> tuple[int
 
 
 def split(costs: Costs, cores: int, unrolls: int, fresh: float = 1.0) -> tuple[int, int]:
-    """(actors, learners) with the most steps per second, when a learner's step takes so many unrolls.
+    """Return the (actors, learners) with the most steps per second, when a learner's step takes so many unrolls.
 
     Learners take unrolls one after the other, and at the end of a step each waits for half of one on average.
     """
@@ -112,7 +112,7 @@ def measure(
     config: Config, cores: int, unrolls: int, seconds: float, machines: int = 1,
     look: Callable[[], None] = lambda: None,
 ) -> Costs:  # fmt: skip
-    """On all cores at once, with one thread each, as actors and learners have; `look` is called now and then."""
+    """Measure on all cores at once, with one thread each, as in a run; `look` is called now and then."""
     given = config.parallel.num_envs_per_worker
     sizes = {  # of each actor
         actors: given or -(-config.env.num_envs // (actors * machines)) for actors in _candidates(cores)
@@ -129,7 +129,7 @@ def measure(
 def _measure(
     rank: int, connection: Connection, config: Config, sizes: Sequence[int], cores: int, unrolls: int, seconds: float
 ) -> None:
-    """In a process of its own. Environments cost what they cost; the network is asked for each number of them."""
+    """Measure in a process of its own: environments as they are, the network for each number of them."""
     plan = planning.plan(config)
     process.prepare_process(1)
     num_envs = sizes[len(sizes) // 2]
@@ -142,8 +142,8 @@ def _measure(
     collector = Collector(
         env, acting, n_steps=n_steps, env_ids=range(num_envs), seed=0, device="cpu", clock=PhaseClock()
     )
-    rollout = collector.collect_unroll(0, lambda: False)
-    assert rollout is not None
+    rollout = Rollout.allocate(n_steps, env)
+    collector.collect_unroll(0, lambda: False, rollout)
     impala = Impala(config, learning, env_ids=(), micro_batch=plan.micro_batch, reduce=Alone())
     fit_the_cache = max(1, plan.micro_batch // config.training.n_steps)
     samples = group_size(unrolls, cores * 3 // 4, fit_the_cache) * config.training.n_steps
@@ -158,16 +158,16 @@ def _measure(
     learn, act, *asked = _seconds(
         seconds,
         lambda: impala.step(lesson, 0.0),
-        lambda: collector.collect_unroll(1, lambda: False),
+        lambda: collector.collect_unroll(1, lambda: False, rollout),
         *map(ask, sizes),
     )
     answer = {size: taken / size for size, taken in zip(sizes, asked, strict=True)}
     act = act / (n_steps * num_envs) - answer[num_envs]
-    connection.send(("message", [learn / (n_steps * together), *(act + answer[size] for size in sizes)]))
+    connection.send([learn / (n_steps * together), *(act + answer[size] for size in sizes)])
 
 
 def _seconds(seconds: float, *works: Callable[[], object]) -> list[float]:
-    """Of one call of each: medians of calls in turns, the first ones not counted, so that a hitch decides nothing."""
+    """Return the seconds of a call of each: the median of calls in turns without the first, as one may be slow."""
     taken: list[list[float]] = [[] for _ in works]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(taken[-1]) < FEWEST_CALLS:

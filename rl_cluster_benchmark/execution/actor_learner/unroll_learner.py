@@ -18,15 +18,18 @@ from rl_cluster_benchmark.processes.claims import Claims
 
 
 class UnrollLearner:
-    def __init__(self, config: Config, algorithm: Impala, board: StepBoard, claims: Claims, store: UnrollStore) -> None:
-        self.config, self.algorithm, self.board, self.claims, self.store = config, algorithm, board, claims, store
-        self._replay: ReplayFile | None = None
+    """One learner's part in the steps."""
 
-    def replay_from(self, file: ReplayFile, generator: np.random.Generator) -> None:
-        self._replay, self._generator = file, generator
+    def __init__(
+        self, config: Config, algorithm: Impala, board: StepBoard, claims: Claims, store: UnrollStore,
+        replay: ReplayFile | None, random: np.random.Generator,
+    ) -> None:  # fmt: skip
+        """`random` chooses what comes from the replay, if there is one."""
+        self.config, self.algorithm, self.board, self.claims, self.store = config, algorithm, board, claims, store
+        self._replay, self._random = replay, random
 
     def learn(self, clock: PhaseClock) -> dict[str, float]:
-        """The step on the board, together with the other learners."""
+        """Take the step on the board, together with the other learners, and return its losses."""
         self.algorithm.begin()
         while (number := self.claims.take()) is not None:
             places = self._places(self.board.group(number), clock)
@@ -39,7 +42,7 @@ class UnrollLearner:
         if self._replay is not None:
             with clock.phase("communication"):
                 old = sum(row == REPLAY for row in rows)
-                drawn = self._replay.sample(old, self._generator) if old and len(self._replay) else []
+                drawn = self._replay.sample(old, self._random) if old and len(self._replay) else []
                 for fields, row in places:
                     self._replay.add(fields, row)
             places += drawn

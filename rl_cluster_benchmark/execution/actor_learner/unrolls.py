@@ -36,7 +36,7 @@ class Fields(Protocol):
 
 
 def unroll_layout(task: Task, n_steps: int) -> UnrollLayout:
-    """Of one unroll."""
+    """Return the shape and the type of each field of one unroll."""
     return {
         "observations": ((n_steps + 1, *task.observation_shape), task.observation_dtype),
         "actions": ((n_steps,), torch.int64),
@@ -49,13 +49,15 @@ def unroll_layout(task: Task, n_steps: int) -> UnrollLayout:
 
 
 def gather(places: Sequence[tuple[Fields, int]]) -> Unrolls:
-    """Unrolls from where they lie: the observations as views, the rest, which is small, copied. Rewards are raw."""
+    """Return unrolls from where they lie: observations as views, the rest, which is small, copied. Rewards are raw."""
     steps = {name: torch.stack([fields[name][row] for fields, row in places], dim=1) for name in STEP_FIELDS}
     observations = [fields["observations"][row] for fields, row in places]
     return Unrolls([frames[:-1] for frames in observations], [frames[-1] for frames in observations], **steps)
 
 
 class UnrollStore:
+    """One process's view of the pages of all actors."""
+
     @staticmethod
     def allocate(
         task: Task, *, num_actors: int, envs_per_actor: int, n_steps: int, pages_per_actor: int
@@ -87,7 +89,7 @@ class UnrollStore:
         self._exists = np.arange(self.envs_per_page) < sizes[:, None]  # [pages, envs]: actors may differ by one
 
     def __getitem__(self, name: str) -> Tensor:
-        """A field of all unrolls: row page * envs_per_page + env."""
+        """Return a field of all unrolls, with row page * envs_per_page + env."""
         return self._flat[name]
 
     # An actor's side
@@ -99,7 +101,7 @@ class UnrollStore:
         return None
 
     def rollout(self, actor: int, page: int) -> Rollout:
-        """The page as a rollout to be filled: [T, N] views of its memory."""
+        """Return the page as a rollout to be filled: [T, N] views of its memory."""
         num_envs = len(self.shards[actor])
         observations = self._memory["observations"][page, :num_envs]  # [N, T + 1, ...]
         steps = {name: self._memory[name][page, :num_envs].t() for name in STEP_FIELDS}
@@ -112,7 +114,7 @@ class UnrollStore:
         )
 
     def publish(self, actor: int, page: int, *, version: int, return_moments: Tensor) -> None:
-        """The page is full."""
+        """Give a full page to the learners."""
         self._memory["version"][page] = version
         self._memory["return_moments"][page, : len(self.shards[actor])] = return_moments
         self._memory["finished"][page] = time.monotonic()
@@ -121,13 +123,13 @@ class UnrollStore:
     # The side of the one learner that hands unrolls out
 
     def full(self) -> NDArray[np.int64]:
-        """Rows of the unrolls to be learned from, oldest first."""
+        """Return the rows of the unrolls to be learned from, oldest first."""
         pages, envs = np.nonzero((self._written[:, None] > self._consumed) & self._exists)
         order = np.argsort(self._memory["finished"].numpy()[pages], kind="stable")
         return (pages * self.envs_per_page + envs)[order]
 
     def release(self, rows: NDArray[np.int64]) -> None:
-        """They have been learned from."""
+        """Give back unrolls that have been learned from."""
         pages, envs = np.divmod(rows, self.envs_per_page)
         self._consumed[pages, envs] = self._written[pages]
 
@@ -139,5 +141,5 @@ class UnrollStore:
         return self._memory["version"].numpy()[rows // self.envs_per_page]
 
     def ages(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds since they were finished."""
+        """Return the seconds since these unrolls were finished."""
         return time.monotonic() - self._memory["finished"].numpy()[rows // self.envs_per_page]

@@ -22,11 +22,20 @@ from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps, Withi
 from rl_cluster_benchmark.execution.in_step.work_sharing import SharedWork, WorkSharing, num_pieces
 from rl_cluster_benchmark.execution.in_step.worker_course import ORDER, SIGNAL, WorkerCourse
 from rl_cluster_benchmark.execution.loop import Worker, learn
-from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat, join_machines
+from rl_cluster_benchmark.execution.messages import (
+    AllStarted,
+    EpisodesEnded,
+    LostContact,
+    ProcessTimes,
+    Report,
+    SignalElsewhere,
+    Started,
+    UpdateMade,
+)
+from rl_cluster_benchmark.execution.orders import INTERRUPTED
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, order_of, write_down
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.machine import process
@@ -39,32 +48,31 @@ from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 
 
-def train(run: Run, cluster: Cluster | MachineAlone) -> None:
-    """On the head of a cluster, or on a machine alone: run its workers and write everything down."""
-    machine = MachineWorkers(cluster, run.config, run.plan)
+class CommonUpdates:
+    """Updates that all workers of all machines have made together: each is one of the run."""
 
-    def hear(rank: int, kind: str, content: Any) -> None:
-        if kind == "started":
-            print(f"Worker {rank} started with {len(machine.shards[rank])} environments", flush=True)
-        elif kind == "all started":
-            run.start()
-        else:
-            write_down(run, kind, content)
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
-    machine.train(run.resumed_path, run.progress_state(), look=lambda: order_of(run), hear=hear)
+    def hear(self, node: int, report: UpdateMade | EpisodesEnded | ProcessTimes) -> None:
+        assert isinstance(report, UpdateMade)
+        assert report.times is not None
+        self._run.clock.seconds, self._run.worker_cpu_seconds = report.times.phase_seconds, report.times.cpu_seconds
+        self._run.record(report.steps, report.episodes, report.losses, at=report.at)
 
-
-def follow(cluster: Cluster, config: Config, plan: Plan, checkpoint: Path | None, progress: dict[str, Any]) -> None:
-    """On every other machine of a cluster."""
-    machine = MachineWorkers(cluster, config, plan)
-    machine.train(checkpoint, progress, look=Follower(cluster), hear=lambda rank, kind, content: None)
+    def complete(self) -> None:
+        """Do nothing: each report was an update."""
 
 
-class MachineWorkers:
-    """One machine's part of the run: its workers, what it tells them, and what they tell it."""
+class DataParallelMachine:
+    """One machine's workers, and what they share; see training/executions.py for what is asked of it."""
 
-    def __init__(self, cluster: Cluster | MachineAlone, config: Config, plan: Plan) -> None:
+    def __init__(
+        self, cluster: Cluster | MachineAlone, config: Config, plan: Plan, folder: Path, resumed_path: Path | None,
+        progress: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.cluster, self.config, self.plan = cluster, config, plan
+        self.resumed_path, self.progress = resumed_path, progress
         self.seat = MachineSeat.of(cluster, config)
         shards = deal(config.env.num_envs, cluster.num_workers)
         self.shards = self.seat.own(shards, plan.num_workers)
@@ -76,11 +84,10 @@ class MachineWorkers:
         spares = num_pieces(plan.num_workers) if self.work else 0
         self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes, spares)
 
-    def train(
-        self, resumed_path: Path | None, progress: dict[str, Any], *, look: Callable[[], int],
-        hear: Callable[[int, str, Any], None],
-    ) -> None:  # fmt: skip
-        """Run the workers to their end. `look` gives the order for them, `hear` gets what they report."""
+    def updates(self, run: Run) -> CommonUpdates:
+        return CommonUpdates(run)
+
+    def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
         membership, received = self.cluster.membership, self.cluster.signals
         has_begun = False
 
@@ -95,17 +102,20 @@ class MachineWorkers:
             membership.check()
 
         means = (self.shared, self.memory, self.work)
-        args = (self.config, self.plan, self.shards, *means, resumed_path, progress, self.seat)
+        args = (self.config, self.plan, self.shards, *means, self.resumed_path, self.progress, self.seat)
         limit = limit_of(self.config)
         with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores, watchdog=limit) as pool:
-            for rank, (kind, content) in pool.messages(watch):
-                has_begun |= kind == "all started"
-                if kind == "lost contact":
-                    raise membership.explain(TrainingFailedError(content))
-                if kind == "signal elsewhere":
-                    self.cluster.take_signal(*content)
-                else:
-                    hear(rank, kind, content)
+            for _, message in pool.messages(watch):
+                match message:
+                    case LostContact(reason):
+                        raise membership.explain(TrainingFailedError(reason))
+                    case SignalElsewhere(node, number):
+                        self.cluster.take_signal(node, number)
+                    case AllStarted():
+                        has_begun = True
+                        start()
+                    case _:
+                        hear(self.cluster.rank, message)
 
 
 def _sums(config: Config, task: Task) -> tuple[int, int]:
@@ -119,7 +129,7 @@ def _work(
     memory: SharedTensors, shared_work: SharedWork | None, resumed_path: Path | None, progress: dict[str, Any],
     seat: MachineSeat,
 ) -> None:  # fmt: skip
-    """In a worker."""
+    """Run a worker, in its process."""
     process.prepare_process(plan.num_threads)
     if plan.cores[rank] is not None:
         keep_core()
@@ -145,6 +155,7 @@ def _work(
             rank, seat, connection, config, shared, progress,
             clock=clock, reduce=everywhere, links=links, local_steps=local_steps,
         )  # fmt: skip
+        connection.send(Started(f"Worker {rank} started with {len(shards[rank])} environments"))
         learn(worker, course, everywhere)
     except LostContactError as error:
-        connection.send(("message", ("lost contact", str(error))))
+        connection.send(LostContact(str(error)))

@@ -44,7 +44,7 @@ TARGETS = ("weights", "advantages", "returns")  # that each worker finds for its
 
 
 def num_pieces(num_workers: int) -> int:
-    """Into how many a minibatch's shared part is cut at most."""
+    """Return into how many pieces the shared part of a minibatch is cut at most."""
     return min(MOST, max(FEWEST_PIECES, PIECES_PER_WORKER * num_workers))
 
 
@@ -79,7 +79,7 @@ class SharedWork:
 
 
 class WorkSharing:
-    """One worker's end."""
+    """One worker's part in shared minibatches: what an algorithm asks of them (learning/reduction.py)."""
 
     def __init__(self, work: SharedWork, rank: int, reduce: SharedMemoryReducer) -> None:
         self.rank, self.fraction = rank, work.fraction
@@ -96,7 +96,7 @@ class WorkSharing:
             self.hidden = reduce.hidden = HiddenGradient(work.hidden, rank, reduce.num_workers)
 
     def rollout(self) -> Rollout:
-        """To be filled: this worker's part of everyone's experience."""
+        """Return the rollout to be filled: this worker's part of everyone's experience."""
         steps = {name: self._experience[name][:, self._own] for name in ("observations", *STEP_FIELDS)}
         last = {name: self._experience[name][self._own] for name in ("last_observations", "last_values")}
         return Rollout(**steps, **last)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ class WorkSharing:
         return Helping(self._help, self.rank, self._columns, self._experience["observations"], model, clock)
 
     def batch(self, weights: Tensor, advantages: Tensor, returns: Tensor) -> Batch:
-        """Everyone's samples. Those of the others may be read once they have all come to a reduction."""
+        """Return everyone's samples. Those of others may be read once all have come to a reduction."""
         for name, own in zip(TARGETS, (weights, advantages, returns), strict=True):
             self._experience[name][:, self._own] = own
         names = ("observations", "weights", "actions", "log_probs", "values", "advantages", "returns")
@@ -120,14 +120,14 @@ class WorkSharing:
         return {name: self._learned[name][:size] for name in self._moments}
 
     def part(self, size: int) -> slice:
-        """Whole cache lines, so that every number is computed as in one long vector."""
+        """Return the part that this worker steps: whole cache lines, so that numbers come out as in one long vector."""
         floats = 2 * CACHE_LINE
         lines = -(-size // floats)
         first, last = (floats * (lines * i // self._reduce.num_workers) for i in (self.rank, self.rank + 1))
         return slice(first, min(last, size))
 
     def vectors(self, size: int) -> list[Tensor]:
-        """For the gradients of the pieces."""
+        """Return the vectors for the gradients of the pieces."""
         return self._reduce.spare_vectors(size)
 
     def offer(self, count: int) -> None:

@@ -14,12 +14,21 @@ from rl_cluster_benchmark.config.schema import MAX_ENVS, Config
 from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
 from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps
 from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat
-from rl_cluster_benchmark.execution.reports import INTERRUPTED, TIME_IS_UP
+from rl_cluster_benchmark.execution.messages import (
+    AllStarted,
+    FinalState,
+    MeanTimes,
+    SignalElsewhere,
+    StateToSave,
+    UpdateMade,
+)
+from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.experience.rollout import Episode
 from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.processes.process_times import MemoryLayout
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.course import Goal, SaveTimer
 
 ORDER, SIGNAL = 0, 1  # places in what the parent tells its workers
 
@@ -53,7 +62,8 @@ class WorkerCourse:
 
         `local_steps` is there when machines step by themselves.
         """
-        self.rank, self.seat, self.connection, self.config, self.shared = rank, seat, connection, config, shared
+        self.rank, self.seat, self.connection, self.shared = rank, seat, connection, shared
+        self._goal, self._save_timer, self._orders = Goal(config.training), SaveTimer(config), Orders(shared["order"])
         self.clock, self.reduce, self._links, self._local = clock, reduce, links, local_steps
         self.reports = rank == 0 and seat.node_rank == 0
         self.steps, self.updates = progress["steps"], progress["updates"]
@@ -63,30 +73,26 @@ class WorkerCourse:
 
     @property
     def fraction(self) -> float:
-        """By steps or by time, whichever ends the run first; the same on all workers, as of the last update."""
-        training = self.config.training
-        by_time = self._elapsed / (training.duration_hours * 3600) if training.duration_hours else 0.0
-        return min(1.0, max(self.steps / training.total_timesteps, by_time))
+        """Return how much of the run is done as of the last update; it is the same on all workers."""
+        return self._goal.fraction(self.steps, self._elapsed)
 
     def is_complete(self) -> bool:
-        return self.steps >= self.config.training.total_timesteps
+        return self._goal.is_reached(self.steps)
 
     def should_stop(self) -> bool:
-        order = int(self.shared["order"][ORDER])
-        return order == INTERRUPTED or (order == TIME_IS_UP and self.updates > 0)
+        return self._orders.should_stop(self.updates)
 
     def interrupted(self) -> bool:
-        return int(self.shared["order"][ORDER]) == INTERRUPTED
+        return self._orders.interrupted()
 
     def start(self) -> None:
         """Wait for the workers of all machines: time counts from when all are ready, and nothing is written before."""
-        self._send("started", None)
         self.reduce(torch.zeros(1, dtype=torch.float64))
         if self.rank == 0:
-            self._send("all started", None)
+            self.connection.send(AllStarted())
         self.clock.seconds = dict.fromkeys(PHASES, 0.0)
-        self._started = self._saved_at = time.perf_counter()
-        self._cpu_started = time.process_time()
+        self._save_timer.restart()
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
 
     def record(self, steps: int, episodes: Sequence[Episode], losses: dict[str, float]) -> None:
         """Count an update on all workers of all machines; the one that reports tells the parent."""
@@ -105,16 +111,15 @@ class WorkerCourse:
         self._elapsed = self._elapsed_before + elapsed / workers
         everyones = self._finished_episodes() if self.rank == 0 else None
         if self.reports and everyones is not None:
-            self._send(
-                "record",
-                {
-                    "steps": int(total_steps),
-                    "episodes": [tuple(row) for row in in_order(everyones).tolist()],
-                    "losses": losses,
-                    "at": self._elapsed,
-                    "phase_seconds": {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)},
-                    "cpu_seconds": cpu,
-                },
+            phase_seconds = {n: before[n] + s / workers for n, s in zip(PHASES, seconds, strict=True)}
+            self.connection.send(
+                UpdateMade(
+                    steps=int(total_steps),
+                    losses=losses,
+                    at=self._elapsed,
+                    episodes=[tuple(row) for row in in_order(everyones).tolist()],
+                    times=MeanTimes(phase_seconds, cpu),
+                )
             )
         if self._local is not None:
             self._local.update_done(self.updates)
@@ -125,17 +130,15 @@ class WorkerCourse:
         return self._links.gather(here) if self._links is not None else here
 
     def checkpoint_due(self) -> bool:
-        """Between two averages a machine's parameters are its own: save when they are everybody's."""
-        minutes = (time.perf_counter() - self._saved_at) / 60
-        every = self.updates % self.config.training.save_interval == 0
-        self._save_is_due |= self.reports and (every or minutes > self.config.logging.checkpoint_minutes)
+        """Return whether to save now; machines that step by themselves wait until they have averaged."""
+        self._save_is_due |= self.reports and self._save_timer.is_due(self.updates)
         due = self._save_is_due and (self._local is None or self._local.is_averaged(self.updates))
         self._save_is_due &= not due
         return due
 
     def save(self, state: dict[str, Any]) -> None:
-        self._send("save", checkpoint.pack(state))
-        self._saved_at = time.perf_counter()
+        self.connection.send(StateToSave(checkpoint.pack(state)))
+        self._save_timer.restart()
 
     def finish(self, state: dict[str, Any]) -> None:
         if self.seat.num_nodes > 1:
@@ -143,7 +146,7 @@ class WorkerCourse:
         if self._local is not None and not self._local.is_averaged(self.updates):
             state = self._local.last_state(self.updates)
         if self.reports:
-            self._send("final state", checkpoint.pack(state))
+            self.connection.send(FinalState(checkpoint.pack(state)))
 
     def _agree_on_signal(self) -> None:
         """Tell the parents of all machines of a signal that one of them has received: all end with its status."""
@@ -153,7 +156,4 @@ class WorkerCourse:
         self.reduce(signals)
         if self.rank == 0 and signals.any():
             node = int(signals.argmax())
-            self._send("signal elsewhere", (node, int(signals[node])))
-
-    def _send(self, kind: str, content: Any) -> None:
-        self.connection.send(("message", (kind, content)))
+            self.connection.send(SignalElsewhere(node, int(signals[node])))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
-from rl_cluster_benchmark.execution.reports import INTERRUPTED
+from rl_cluster_benchmark.execution.orders import INTERRUPTED
 from rl_cluster_benchmark.run.memory import MemoryReadings
 
 
 class Follower:
-    """The order of another machine for its workers; says now and then how much memory they use."""
+    """Gives the order for the workers of such a machine, and tells the head now and then how much memory they use."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._memory = cluster, MemoryReadings()

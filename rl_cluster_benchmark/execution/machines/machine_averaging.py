@@ -7,7 +7,6 @@ Whatever a machine has to report travels to the head beside a talk, as lines of 
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat, told_as_loss
+from rl_cluster_benchmark.execution.messages import Report, from_line, to_line
 from rl_cluster_benchmark.run.run import Run
 
 SECONDS_BETWEEN_TALKS = (0.02, 0.2)  # when there is something to decide; when there is not
@@ -38,11 +38,11 @@ class Exchange(Protocol):
 
     @property
     def busy(self) -> bool:
-        """The last correction is not yet in them."""
+        """Return whether the last correction is not in them yet."""
         ...
 
     def snapshot(self) -> Tensor:
-        """A copy of what they are now."""
+        """Return a copy of what they are now."""
         ...
 
     def add(self, correction: Tensor) -> None: ...
@@ -75,18 +75,18 @@ class Word:
 
 
 class MachineAveraging:
-    """One machine's seat in it. The parent process sets what it has to say, and calls `poll` again and again."""
+    """One machine's seat in the averaging rounds. Its parent process sets what it has to say, and calls `poll` all the time."""
 
     def __init__(
         self, seat: MachineSeat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None,
-        updates_between: int, hear: Callable[[int, str, Any], None],
+        updates_between: int, hear: Callable[[int, Report], None],
     ) -> None:  # fmt: skip
         """`counts` gives this machine's; parameters are exchanged whenever all machines together have counted
         `updates_between` updates more; `hear`, on the head, gets what other machines report.
         """
         self.seat, self._counts, self._exchange, self._hear = seat, counts, exchange, hear
         self._updates_between = updates_between
-        self._leaders = MachineLinks(seat, "council")
+        self._leaders = MachineLinks(seat, "averaging")
         self.ready = self.done = self.time_is_over = False
         self.signal = 0
         self.has_begun = self.is_over = False
@@ -98,16 +98,16 @@ class MachineAveraging:
         self._talked_at, self._updates_told = 0.0, 0.0
         self._course = self._converse()
 
-    def report(self, kind: str, content: Any) -> None:
-        """To the head."""
-        self._reports.append(json.dumps([kind, content]).encode() + b"\n")
+    def report(self, report: Report) -> None:
+        """Tell the head, with one of the next talks."""
+        self._reports.append(to_line(report))
 
     def poll(self) -> None:
-        """Go on with whatever has come to its end. Raises LostContactError if a machine is gone."""
+        """Go on where something that was waited for has come. Raises LostContactError if a machine is gone."""
         next(self._course, None)
 
     def _converse(self) -> Waits[None]:
-        """The whole conversation."""
+        """Talk from the first word to the last."""
         while not (yield from self._talk()).all_are(READY):
             pass
         self.has_begun = True
@@ -142,11 +142,11 @@ class MachineAveraging:
         self._room = word.longest_report
         for node, row in enumerate(rows):
             for line in filter(None, bytes(row.numpy()).split(b"\n")):
-                self._hear(node, *json.loads(line))
+                self._hear(node, from_line(line))
         return word
 
     def _is_urgent(self) -> bool:
-        """Is there something to decide, or has this machine made its share of the updates between two exchanges?"""
+        """Return whether there is something to decide, or an exchange is due if others have done as much as this."""
         news = self._counts()[UPDATES] - self._updates_told
         due = self._exchange is not None and news * self.seat.num_nodes >= self._updates_between
         return due or not self.has_begun or self.done or self.time_is_over or self.signal > 0
@@ -179,13 +179,53 @@ class MachineAveraging:
         return mine
 
     def _filled(self) -> Tensor:
-        """As many reports as there is room for: at least those that there were at the last talk."""
+        """Return as many reports as there is room for: at least those that there were at the last talk."""
         text = b""
         while self._reports and len(text) + len(self._reports[0]) <= self._room:
             text += self._reports.popleft()
         return torch.frombuffer(bytearray(text.ljust(self._room, b"\n")), dtype=torch.uint8)
 
 
+class NoAveraging:
+    """Stands in for the averaging rounds of a machine that trains alone: whatever it says holds at once, and parameters are its own."""
+
+    def __init__(self) -> None:
+        self.ready = self.done = self.time_is_over = False
+        self.signal = self.exchanges = 0
+        self.elsewhere = torch.zeros(NUM_COUNTS, dtype=torch.float64)
+
+    @property
+    def has_begun(self) -> bool:
+        return self.ready
+
+    @property
+    def is_over(self) -> bool:
+        return self.done
+
+    @property
+    def heard(self) -> Word:
+        """Return what this machine says. It counts nothing: its workers know each other's counts."""
+        total = torch.zeros(SIGNALS + 2, dtype=torch.float64)
+        total[TIME_IS_OVER], total[SIGNALS] = self.time_is_over, self.signal
+        return Word(total, num_nodes=1)
+
+    def report(self, report: Report) -> None:
+        raise AssertionError("a machine alone is its own head")
+
+    def poll(self) -> None:
+        """Do nothing: there is nobody to talk to."""
+
+
+def averaging_of(
+    seat: MachineSeat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None, updates_between: int,
+    hear: Callable[[int, Report], None],
+) -> MachineAveraging | NoAveraging:  # fmt: skip
+    """Return a machine's seat in the averaging rounds; the arguments are those of MachineAveraging."""
+    if seat.num_nodes == 1:
+        return NoAveraging()
+    return MachineAveraging(seat, counts=counts, exchange=exchange, updates_between=updates_between, hear=hear)
+
+
 def exchanges_before(run: Run) -> int:
-    """Before a resume."""
+    """Return how often parameters had been exchanged before a resume."""
     return int(run.asynchrony.summary().get(EXCHANGES.rpartition("/")[2], 0))

@@ -56,7 +56,7 @@ class MachineSeat:
         )
 
     def own(self, dealt: list[list[int]], count: int) -> list[list[int]]:
-        """Of what was dealt to all workers, the part of this machine's, of which there are `count`."""
+        """Return what this machine's `count` workers have of that which was dealt to all."""
         return dealt[self.first_worker : self.first_worker + count]
 
 
@@ -64,7 +64,7 @@ class MachineLinks:
     """Sums and gathers over machines. Every call ends within the seat's timeout: with a result, or with an error."""
 
     def __init__(self, seat: MachineSeat, name: str = "leaders") -> None:
-        """Those of the same name, one on each machine, talk to each other."""
+        """Join those of the same name, one on each machine: they talk to each other."""
         import torch.distributed as dist
 
         self.seat, self._dist = seat, dist
@@ -81,7 +81,7 @@ class MachineLinks:
             )
 
     def sum(self, tensor: Tensor) -> None:
-        """In place, over all machines; the result is the same on all, bit for bit."""
+        """Sum the tensor over all machines, in place; the result is the same on all, bit for bit."""
         with told_as_loss(self.seat):
             if self.seat.compression == "bfloat16" and tensor.dtype == torch.float32 and len(tensor) > EXACT_TAIL:
                 self._sum_compressed(tensor)
@@ -93,7 +93,7 @@ class MachineLinks:
             self._dist.all_reduce(tensor.div_(self.seat.num_nodes))
 
     def gather(self, rows: Tensor) -> Tensor | None:
-        """The rows [n, width] of all machines, one after the other, on the head only; n may differ."""
+        """Return the rows [n, width] of all machines, one after the other; None but on the head. Their n may differ."""
         counts = torch.zeros(self.seat.num_nodes, dtype=torch.int64)
         counts[self.seat.node_rank] = len(rows)
         self.sum(counts)
@@ -108,12 +108,12 @@ class MachineLinks:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]) if parts else None
 
     def start_sum(self, tensor: Tensor) -> Any:
-        """The same as a work in progress: done when `is_completed()`, and then `wait()` says whether it went well."""
+        """Begin a sum, and return it as work in progress: done when `is_completed()`; `wait()` raises if it failed."""
         with told_as_loss(self.seat):
             return self._dist.all_reduce(tensor, async_op=True)
 
     def start_gather(self, row: Tensor) -> tuple[Any, list[Tensor]]:
-        """(work in progress, where the head will find the rows of all machines), for rows of one size."""
+        """Begin to gather rows of one size: return the work in progress, and where the head will find all of them."""
         parts = [torch.empty_like(row) for _ in range(self.seat.num_nodes)] if self.seat.node_rank == 0 else None
         with told_as_loss(self.seat):
             return self._dist.gather(row, parts, dst=0, async_op=True), parts or []
@@ -128,7 +128,7 @@ class MachineLinks:
 
 
 def join_machines(seat: MachineSeat, rank: int) -> tuple[MachineLinks | None, Callable[[Tensor], None] | None]:
-    """For a worker: (the way to other machines if it is its machine's first, what its reducer does beyond its own)."""
+    """Return the way to other machines, if it is this worker's, and what its reducer does beyond its own machine."""
     if seat.num_nodes == 1:
         return None, None
     leaders = MachineLinks(seat) if rank == 0 else None
@@ -145,7 +145,7 @@ class LostContactError(TrainingFailedError):
 
 @contextlib.contextmanager
 def told_as_loss(seat: MachineSeat) -> Iterator[None]:
-    """Gloo reports a lost peer as a RuntimeError, in its own words."""
+    """Raise LostContactError for the RuntimeError in which Gloo reports a lost peer in its own words."""
     try:
         yield
     except RuntimeError as error:

@@ -21,7 +21,7 @@ NAP_SECONDS = 0.001
 
 @dataclass
 class News:
-    """Of a leader's next step."""
+    """What a leader has to say, or to hear, of the next step."""
 
     stop: bool
     rate: float  # the learning rate
@@ -30,7 +30,7 @@ class News:
 
 
 class OtherMachines:
-    """There are none."""
+    """What a leader does where there are no other machines, or they need no words: nothing but wait for the end."""
 
     steps = 0  # that other machines have counted for themselves
 
@@ -38,28 +38,28 @@ class OtherMachines:
         self.flags = flags
 
     def agree(self, news: News) -> News:
-        """What is new on all machines that take the step together."""
+        """Return what is new on all machines that take the step together."""
         return news
 
     def correction(self) -> int:
-        """The number of the correction to the parameters that is due after the next step."""
+        """Return the number of the correction to the parameters that is due after the next step; 0 if none is."""
         return 0
 
     def step_done(self) -> None:
-        """All learners of this machine have taken the step."""
+        """Take note that all learners of this machine have taken the step."""
 
     def update_done(self, steps: int) -> None:
-        """It brought so many steps of the environments."""
+        """Take note of an update, which brought so many steps of the environments."""
 
     def wait_for_end(self, learner: Learner, weights: PublishedWeights) -> None:
-        """Until all machines are done."""
+        """Wait until all machines are done."""
         while not int(self.flags["closed"][0]):
             beat(is_waiting=True)  # as long as the other machines are there
             time.sleep(NAP_SECONDS)
 
 
 class MachinesInStep(OtherMachines):
-    """All machines take every step together: their gradients are summed."""
+    """What a leader does where all machines take every step together, and their gradients are summed."""
 
     def __init__(self, flags: SharedTensors, add_up: Callable[[Tensor], None], *, is_head: bool) -> None:
         super().__init__(flags)
@@ -74,7 +74,7 @@ class MachinesInStep(OtherMachines):
 
 
 class IndependentMachines(OtherMachines):
-    """Every machine takes its own steps; its parameters are corrected now and then towards the mean of all.
+    """What a leader does where machines take their own steps, corrected now and then towards the mean of all.
 
     The node process writes corrections, the learners add them. Each has one writer and a number of its own.
     """
@@ -98,7 +98,7 @@ class IndependentMachines(OtherMachines):
         return int(self.flags["elsewhere"][STEPS])
 
     def agree(self, news: News) -> News:
-        """Without asking: what others have added to the statistics of returns since the last time."""
+        """Add what others have added to the statistics of returns since the last time, without asking anybody."""
         if not news.stop:
             self.flags["here"][MOMENTS] += torch.tensor(news.returns, dtype=torch.float64)
             elsewhere = self.flags["elsewhere"][MOMENTS].clone()
@@ -111,7 +111,7 @@ class IndependentMachines(OtherMachines):
         return self._announced
 
     def step_done(self) -> None:
-        """Of a step's correction all have heard; that they have added it is known one step later."""
+        """Say which correction all learners have added: that of the step before; of this one they have only heard."""
         self.flags["taken"][0] = self._added
         self._added = self._announced
 
@@ -120,7 +120,7 @@ class IndependentMachines(OtherMachines):
         self.flags["here"][UPDATES] += 1
 
     def wait_for_end(self, learner: Learner, weights: PublishedWeights) -> None:
-        """The last corrections come while it waits; nobody else needs them any more."""
+        """Wait until all machines are done, and add the corrections that come meanwhile: nobody else needs them now."""
         corrections = Corrections(self.flags, self._announced)
         is_closed = False
         while not is_closed:
@@ -134,13 +134,13 @@ class IndependentMachines(OtherMachines):
 
 
 class Corrections:
-    """A learner's side: each correction is added once."""
+    """A learner's side of the corrections: it adds each of them once."""
 
     def __init__(self, flags: SharedTensors, added: int = 0) -> None:
         self._flags, self._added = flags, added
 
     def add_to(self, learner: Learner, number: int) -> bool:
-        """The correction of that number, unless it has been added; returns whether there was anything to add."""
+        """Add the correction of that number, unless it has been; return whether there was anything to add."""
         if number == self._added:
             return False
         learner.flat.add_(self._flags["parameters_correction"])

@@ -176,7 +176,7 @@ class TuningSpace:
 
     @staticmethod
     def _balances_work(config: Config) -> bool:
-        return config.algorithm in ("ppo", "a2c") and config.parallel.reduce == "shared_memory"
+        return config.algorithm in ("ppo", "a2c")
 
 
 def _own_layout(config: Config) -> Layout:

@@ -1,0 +1,87 @@
+"""A process that learns from what IMPALA's actors have played."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rl_cluster_benchmark.algorithms.impala import Impala
+from rl_cluster_benchmark.core.seeding import stream
+from rl_cluster_benchmark.core.timing import PhaseClock
+from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
+from rl_cluster_benchmark.execution.actor_learner.leading_learner import LeadingLearner
+from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
+from rl_cluster_benchmark.execution.actor_learner.unroll_learner import UnrollLearner
+from rl_cluster_benchmark.execution.actor_learner.unrolls import unroll_layout
+from rl_cluster_benchmark.execution.loop import build_algorithm, state_of
+from rl_cluster_benchmark.execution.machines.machine_links import join_machines
+from rl_cluster_benchmark.execution.machines.other_machines import (
+    Corrections,
+    IndependentMachines,
+    MachinesInStep,
+    OtherMachines,
+)
+from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
+from rl_cluster_benchmark.processes import process_times
+from rl_cluster_benchmark.processes.published_weights import PublishedWeights
+from rl_cluster_benchmark.run import checkpoint
+
+
+def learn_in_step(
+    rank: int, connection: Connection, shared: Shared, progress: dict[str, Any], keeper: process_times.TimeKeeper
+) -> None:
+    """Learn step after step from the unrolls that the leader, the first learner, hands out."""
+    config, plan, task, clock, flags = shared.config, shared.plan, shared.task, keeper.clock, shared.flags
+    reduce, others = _join(rank, shared, clock)
+    state = checkpoint.load(shared.resumed_path) if shared.resumed_path else None
+    model, algorithm = build_algorithm(
+        config, plan, task.observation_shape, task.num_actions, env_ids=(), reduce=reduce, checkpoint=state
+    )
+    assert isinstance(algorithm, Impala)
+    store, board, corrections = shared.store(), shared.board(), Corrections(flags)
+    replay = None
+    if config.impala.replay_fraction > 0:
+        share = -(-config.impala.replay_size // shared.num_learners)
+        replay = ReplayFile(shared.folder, share, unroll_layout(task, config.training.n_steps))
+    random = stream(config.env.seed, "replay", rank + shared.seat.first_learner, progress["updates"])
+    lessons = UnrollLearner(config, algorithm, board, shared.claims, store, replay, random)
+    leader = None
+    if rank == 0:
+        weights = PublishedWeights(shared.weights)
+        weights.publish(algorithm.learner.flat)
+        leader = LeadingLearner(
+            config, flags, board, shared.claims, store, weights, algorithm, connection, keeper, progress, others,
+            shared.steps_per_update,
+        )  # fmt: skip
+    shared.start(connection, keeper, f"Learner {rank} started")
+    step = 0
+    while True:
+        step += 1
+        if leader is not None:
+            leader.hand_out(clock)
+        if not board.wait(step, clock):
+            break
+        correction = board.correction  # when the gradients have met, the next step may have been announced
+        with clock.phase("update"):
+            losses = lessons.learn(clock)
+        corrections.add_to(algorithm.learner, correction)
+        keeper.write()
+        if leader is not None and leader.step_done(losses):
+            leader.record()
+            if shared.saves and leader.checkpoint_due():
+                leader.save(state_of(model, algorithm, task.observation_shape, task.num_actions))
+    if leader is not None:
+        leader.record()
+        leader.wait_for_others()
+        if shared.saves:
+            leader.finish(state_of(model, algorithm, task.observation_shape, task.num_actions))
+
+
+def _join(rank: int, shared: Shared, clock: PhaseClock) -> tuple[SharedMemoryReducer, OtherMachines]:
+    """Return the sum over learners that take a step together, and what the leader knows of other machines."""
+    seat, flags = shared.seat, shared.flags
+    if shared.is_on_its_own:
+        return SharedMemoryReducer(shared.sums, rank, clock), IndependentMachines(flags)
+    leaders, beyond = join_machines(seat, rank)
+    others = MachinesInStep(flags, leaders.sum, is_head=seat.node_rank == 0) if leaders else OtherMachines(flags)
+    return SharedMemoryReducer(shared.sums, rank, clock, beyond), others
