@@ -1,13 +1,11 @@
 """A minibatch in one call of C: the same as pass by pass."""
 
-import ctypes
-import subprocess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers.commands import ROOT, needs_native
+from helpers.commands import needs_native
 from helpers.images import images
 from helpers.pass_by_pass import PassByPass
 
@@ -16,7 +14,7 @@ from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConf
 from rl_cluster_benchmark.execution import hidden_gradient
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.in_step.work_sharing import WorkSharing
-from rl_cluster_benchmark.kernels import build, minibatch_pass, native_network
+from rl_cluster_benchmark.kernels import minibatch_pass, native_network
 from rl_cluster_benchmark.learning.batch import Batch
 from rl_cluster_benchmark.learning.minibatch import Moments, PassesInC
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS, Adam
@@ -134,13 +132,9 @@ def test_pieces_of_shared_work_are_the_same(architecture):
 
 
 @both
-def test_the_code_for_amx_is_the_same_as_pass_by_pass(tmp_path, architecture):
-    """With the tiles emulated in plain C: few machines have them."""
-    library = tmp_path / "emulated.so"
-    source, header = native_network.SOURCES[architecture], ROOT / "tests" / "helpers" / "emulated_amx.h"
-    command = ["cc", *build.FLAGS, "-include", str(header), str(build.FOLDER / source.file), "-o", str(library)]
-    subprocess.run(command, check=True)
-    ppo, emulated, found = make(architecture), ctypes.CDLL(str(library)), []
+def test_the_code_for_amx_is_the_same_as_pass_by_pass(with_emulated_tiles, architecture):
+    source, emulated = native_network.SOURCES[architecture], with_emulated_tiles(architecture)
+    ppo, found = make(architecture), []
     model, channels = ppo.on_policy.model, {"impala": [16, 32, 32], "nature": [32, 64, 64]}[architecture]
     model.native_trunk = native_network._make(emulated, source, (64, 64, 3), channels, list(model.trunk.parameters()))
     for way in (PassByPass, PassesInC):

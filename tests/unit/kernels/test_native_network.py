@@ -1,6 +1,5 @@
 """The C code against the same computation in torch: networks, rounded to bfloat16 in the same places, and pooling."""
 
-import ctypes
 import itertools
 import math
 import subprocess
@@ -17,7 +16,7 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution import hidden_gradient
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
-from rl_cluster_benchmark.kernels import build, native_network, pooling
+from rl_cluster_benchmark.kernels import native_network, pooling
 from rl_cluster_benchmark.learning.learner import place_of
 from rl_cluster_benchmark.nets.models import make_model
 
@@ -260,13 +259,8 @@ def test_shapes_it_does_not_compute_are_left_to_torch():
 
 @needs_native
 @both
-def test_the_code_for_amx_agrees_with_torch_too(tmp_path, architecture):
-    """With the tiles emulated in plain C: few machines have them."""
-    library = tmp_path / "emulated.so"
-    header, source = ROOT / "tests" / "helpers" / "emulated_amx.h", native_network.SOURCES[architecture]
-    file = build.FOLDER / source.file
-    subprocess.run(["cc", *build.FLAGS, "-include", str(header), str(file), "-o", str(library)], check=True)
-    emulated = ctypes.CDLL(str(library))
+def test_the_code_for_amx_agrees_with_torch_too(with_emulated_tiles, architecture):
+    source, emulated = native_network.SOURCES[architecture], with_emulated_tiles(architecture)
     assert native_network.agrees_with_torch(emulated, source)
     batch, channels = {"impala": (1, [48, 16]), "nature": (9, [32, 64, 64])}[architecture]  # odd blocks; groups of 8
     model = build_model(architecture, channels)
