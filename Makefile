@@ -36,7 +36,7 @@ test-faults: venv/.installed ## kill runs of every mode 300 times, and all other
 	RLCB_FAULTS=long $(BIN)/python -m pytest -m 'long or not long' tests/faults
 
 fuzz: venv/.installed ## 100,000 made-up configs, checkpoints and logs each
-	RLCB_FUZZ=100000 $(BIN)/python -m pytest tests/test_fuzz.py -s -o timeout=0 $(ARGS)
+	RLCB_FUZZ=100000 $(BIN)/python -m pytest tests/commands/test_fuzz.py -s -o timeout=0 $(ARGS)
 
 soak: venv/.installed ## train for an hour and watch memory, files, threads and speed every second
 	$(BIN)/python bench/soak.py $(ARGS)

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from helpers.commands import ROOT
 
 PACKAGE = ROOT / "rl_cluster_benchmark"
 MOST_MODULES = 12  # in a folder

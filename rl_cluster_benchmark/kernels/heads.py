@@ -1,7 +1,7 @@
 """The policy and value heads in C (heads.c): choosing actions here, training in minibatch_pass.py.
 
 heads.c is compiled where there is a compiler, and not compared with torch at run time as the networks are: it is plain
-C, the same for every CPU, and tests/test_heads.py compares it with the formulas in torch.
+C, the same for every CPU, and tests/unit/kernels/test_heads.py compares it with the formulas in torch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 from harness import ROOT, SIZES, WORKERS
-from processes import is_alive
+from helpers.processes import is_alive
 
 from rl_cluster_benchmark.kernels import build
 

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, environment
+from helpers.commands import ROOT, environment
 
 from rl_cluster_benchmark.kernels import build
 

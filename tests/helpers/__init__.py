@@ -1,0 +1,1 @@
+"""What tests of several folders share: commands, processes, made-up runs and programs that stand in for others."""
