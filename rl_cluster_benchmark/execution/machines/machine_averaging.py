@@ -75,7 +75,7 @@ class Word:
 
 
 class MachineAveraging:
-    """One machine's seat in the averaging rounds. Its parent process sets what it has to say, and calls `poll` all the time."""
+    """One machine's part in the averaging rounds. Its parent process sets what it has to say, and polls meanwhile."""
 
     def __init__(
         self, seat: MachineSeat, *, counts: Callable[[], Sequence[float]], exchange: Exchange | None,
@@ -187,7 +187,7 @@ class MachineAveraging:
 
 
 class NoAveraging:
-    """Stands in for the averaging rounds of a machine that trains alone: whatever it says holds at once, and parameters are its own."""
+    """Stands in for the rounds where a machine trains alone: what it says holds at once, and parameters are its own."""
 
     def __init__(self) -> None:
         self.ready = self.done = self.time_is_over = False

@@ -1,4 +1,4 @@
-"""A machine's node process in a run whose machines do not wait for each other: between its workers and the averaging."""
+"""A machine's node process in a run whose machines do not wait for each other: between workers and averaging."""
 
 from __future__ import annotations
 
