@@ -90,8 +90,8 @@ def lock_holder(lock: Path) -> int | None:
 
 def _has_open(pid: int, file: Path) -> bool:
     """Return whether a process has the file open: the inode alone could be one of another disk."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.stat(entry.path), os.lstat(file)):
                     return True
