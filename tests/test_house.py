@@ -33,6 +33,20 @@ def test_no_module_and_no_class_has_the_name_of_another():
     assert repeated(classes) == set()
 
 
+def test_no_name_of_an_algorithm_or_a_mode_is_compared_with():
+    """What differs between algorithms and between modes are traits (config/traits.py); an architecture is neither."""
+    names = {"ppo", "a2c", "a3c", "impala", "PPO", "A2C", "A3C", "IMPALA", "sequential", "parallel", "distributed"}
+    found = []
+    for file in SOURCES:
+        if file.parent.name != "config":
+            for node in ast.walk(ast.parse(file.read_text())):
+                is_compared = isinstance(node, ast.Compare) and "architecture" not in ast.unparse(node)
+                constants = ast.walk(node) if is_compared else ()
+                if any(isinstance(part, ast.Constant) and part.value in names for part in constants):
+                    found.append(f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
 @pytest.mark.parametrize(
     ("file", "line"),
     [

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from rl_cluster_benchmark.config.traits import is_distributed
+
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config.schema import Config
     from rl_cluster_benchmark.core.stop import Signals
@@ -148,11 +150,11 @@ def config_from(args: argparse.Namespace) -> Config:
         mode = configs.read_yaml(path).get("mode")
     overrides: dict[str, object] = dict(named)
     for flag, text in flags.items():
-        is_machines = flag == "--num-workers" and mode == "distributed"
+        is_machines = flag == "--num-workers" and is_distributed(mode)
         overrides["cluster.num_workers" if is_machines else FLAGS[flag][0]] = text
     if args.num_envs is not None and args.num_envs_per_worker is None:
         overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
-    if args.num_workers is not None and mode != "distributed":
+    if args.num_workers is not None and not is_distributed(mode):
         overrides["impala.num_actors"] = None  # likewise: a preset's split of the cores
     if preset is not None and own is None and given.get("training.duration_hours") is not None:
         # A preset for toy games ends after seconds: the time that was asked for would never be reached.

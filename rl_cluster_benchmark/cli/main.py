@@ -215,7 +215,7 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     config = config_from(args)
-    if config.mode != "sequential":
+    if not config.is_sequential:
         from rl_cluster_benchmark.processes.pool import start_server
 
         start_server(config.env.game)  # it loads what workers need while this process imports torch
@@ -274,7 +274,7 @@ def _config(args: argparse.Namespace) -> int:
     else:
         config = config_from(args)
         workers = config.parallel.num_workers
-        if config.mode == "parallel" and workers is not None and config.impala.num_actors is None:
+        if config.is_parallel and workers is not None and config.impala.num_actors is None:
             config = configs.with_workers(config, workers)  # num_envs as the run will have it
         print(configs.to_yaml(config), end="")
     return 0

@@ -18,6 +18,7 @@ from rl_cluster_benchmark.cli.arguments import (
     settings_from,
     start_signals,
 )
+from rl_cluster_benchmark.config.traits import TRAITS
 from rl_cluster_benchmark.core.errors import UserError
 
 MOST = 1e12  # of any unit of bandwidth or time
@@ -136,7 +137,7 @@ def _project(args: argparse.Namespace) -> int:
         args.set.insert(0, f"parallel.num_workers={args.workers[0]}")
     from rl_cluster_benchmark.tools.projection.projection import NODES, ProjectionSettings, project
 
-    args.mode = "parallel" if args.algorithm in ("a3c", "impala") else "distributed"
+    args.mode = "distributed" if TRAITS[args.algorithm or "ppo"].is_in_step else "parallel"
     config = config_from(args)
     output_dir = Path(config.output_dir or PROJECTION_DIR)
     settings = settings_from(ProjectionSettings, args, nodes=args.nodes or NODES, output_dir=output_dir)

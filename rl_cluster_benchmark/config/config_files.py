@@ -24,6 +24,7 @@ from rl_cluster_benchmark.config.schema import (
     TrainingConfig,
     UsedBy,
 )
+from rl_cluster_benchmark.config.traits import is_distributed
 from rl_cluster_benchmark.core.errors import UserError
 
 MAX_BYTES, MAX_DEPTH = 1_000_000, 16  # limits of a YAML file: far more than a config needs
@@ -178,7 +179,7 @@ def presets() -> list[str]:
 
 def preset_of(algorithm: object, mode: object, env: object) -> str | None:
     """Return the name of the preset that a command line without --config starts from; None if there is none."""
-    task = "cpu_cluster" if mode == "distributed" else "toy" if env in TOY_ENVS else "procgen"
+    task = "cpu_cluster" if is_distributed(mode) else "toy" if env in TOY_ENVS else "procgen"
     preset = f"{algorithm or 'ppo'}_{task}"
     return preset if preset in presets() else None
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rl_cluster_benchmark.config.traits import TRAITS, Traits
+from rl_cluster_benchmark.config.traits import TRAITS, Traits, is_distributed, is_parallel, is_sequential
 
 Algorithm = Literal["ppo", "a2c", "a3c", "impala"]
 Mode = Literal["sequential", "parallel", "distributed"]
@@ -508,17 +508,17 @@ class Config(Section):
     @property
     def is_sequential(self) -> bool:
         """Return whether one process does everything."""
-        return self.mode == "sequential"
+        return is_sequential(self.mode)
 
     @property
     def is_parallel(self) -> bool:
         """Return whether the run has workers on this machine alone."""
-        return self.mode == "parallel"
+        return is_parallel(self.mode)
 
     @property
     def is_distributed(self) -> bool:
         """Return whether the run has workers on several machines."""
-        return self.mode == "distributed"
+        return is_distributed(self.mode)
 
     @property
     def rollout_size(self) -> int:

@@ -8,6 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def is_sequential(mode: object) -> bool:
+    """Return whether in this mode one process does everything."""
+    return mode == "sequential"
+
+
+def is_parallel(mode: object) -> bool:
+    """Return whether in this mode there are workers on one machine."""
+    return mode == "parallel"
+
+
+def is_distributed(mode: object) -> bool:
+    """Return whether in this mode there are workers on machines that meet."""
+    return mode == "distributed"
+
+
 @dataclass(frozen=True)
 class Traits:
     """Properties of an algorithm that do not concern its maths."""
@@ -18,6 +33,11 @@ class Traits:
     has_minibatches: bool = False  # whether it learns from a rollout in epochs of minibatches
     has_actors: bool = False  # whether, outside sequential mode, some processes act and others learn from unrolls
     is_lock_free: bool = False  # whether its workers update shared parameters without waiting for each other
+
+    @property
+    def learns_whole_rollouts(self) -> bool:
+        """Return whether a rollout is one batch, so that training.n_steps is what makes it larger."""
+        return not self.has_minibatches and not self.has_actors
 
     @property
     def is_in_step(self) -> bool:
@@ -36,3 +56,4 @@ TRAITS = {
     )
 }
 LABELS = {name: traits.label for name, traits in TRAITS.items()}
+TRAITS_BY_LABEL = {traits.label: traits for traits in TRAITS.values()}

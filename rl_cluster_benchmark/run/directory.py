@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import get_args
 
 from rl_cluster_benchmark.config.schema import Config, Mode
-from rl_cluster_benchmark.config.traits import LABELS as ALGORITHM_NAMES  # noqa: F401
 from rl_cluster_benchmark.config.traits import TRAITS
 from rl_cluster_benchmark.core.atomic_files import (
     cannot_write,

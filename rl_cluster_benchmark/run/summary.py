@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_cluster_benchmark import __version__
+from rl_cluster_benchmark.config.traits import is_sequential
 from rl_cluster_benchmark.core.atomic_files import write_json
 from rl_cluster_benchmark.run.directory import RunDirectory
 
@@ -29,7 +30,7 @@ def block(summary: dict[str, Any], directory: RunDirectory) -> str:
     shares = summary["phase_shares"].items()
     per_worker = summary["memory_per_worker_mb"]
     rows.append(f"Duration: {summary['duration_hours']:.2f} hours")
-    if summary["mode"] != "sequential":
+    if not is_sequential(summary["mode"]):
         if summary["nodes"]:
             rows.append(f"Machines: {len(summary['nodes'])} ({', '.join(summary['nodes'])})")
         learners = summary.get("num_learners")

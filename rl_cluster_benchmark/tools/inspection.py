@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rl_cluster_benchmark.config.traits import LABELS
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.checkpoint_format import all_finite
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 
 
@@ -60,7 +60,7 @@ def describe(path: Path) -> dict[str, Any]:
         "run_id": state["progress"].get("run_id"),
         "format": state["format_version"],
         "written_by": state.get("written_by"),
-        "algorithm": ALGORITHM_NAMES[config["algorithm"]],
+        "algorithm": LABELS[config["algorithm"]],
         "mode": config["mode"],
         "environment": config["env"]["name"],
         "seed": config["env"]["seed"],

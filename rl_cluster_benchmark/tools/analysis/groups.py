@@ -218,11 +218,11 @@ def speeds_compare(runs: Sequence[RunRecord]) -> bool:
 def processes(run: RunRecord) -> int | None:
     """Return how many processes trained, IMPALA's learners among them; None where the run does not say."""
     workers, learners = run.summary.num_workers, run.summary.num_learners
-    if run.mode == "sequential":
+    if run.config.is_sequential:
         return 1
     if run.summary.changes.keys() & {"num_workers", "num_learners"}:
         return None
-    if workers is None or (learners is None and run.config.algorithm == "impala"):
+    if workers is None or (learners is None and run.config.traits.has_actors):
         return None
     return workers + (learners or 0)
 

@@ -17,7 +17,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.atomic_files import open_plain
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.text import plain
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import WINDOW
 from rl_cluster_benchmark.tools.analysis.series import MAX_NUMBER, Series, columns, read_series
 
@@ -180,7 +180,7 @@ def load_summary(path: Path, config: Config) -> Summary | None:
         except (ValueError, RecursionError) as error:
             what = f" ({first_problem(error)})" if isinstance(error, ValidationError) else ""
             raise UnusableRunError(f"{name} is damaged or of an older format{what}") from None
-        mine = (ALGORITHM_NAMES[config.algorithm], config.mode, config.env.name, config.env.seed)
+        mine = (config.traits.label, config.mode, config.env.name, config.env.seed)
         theirs = (summary.algorithm, summary.mode, summary.env, summary.seed)
         if any(b not in (None, a) for a, b in zip(mine, theirs, strict=True)):
             raise UnusableRunError(f"{name} and config.yaml are of different runs")

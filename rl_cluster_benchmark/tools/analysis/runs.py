@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_cluster_benchmark.config.schema import Config
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, LOCK, RunDirectory
+from rl_cluster_benchmark.run.directory import LOCK, RunDirectory
 from rl_cluster_benchmark.tools.analysis.evaluations import ANY_NAME, Evaluation, load_evaluations
 from rl_cluster_benchmark.tools.analysis.run_files import (
     LeftOut,
@@ -54,7 +54,7 @@ class RunRecord:
 
     @property
     def algorithm(self) -> str:
-        return ALGORITHM_NAMES.get(self.config.algorithm, self.config.algorithm.upper())
+        return self.config.traits.label
 
     @property
     def mode(self) -> str:

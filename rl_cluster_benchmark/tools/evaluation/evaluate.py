@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import Config, EnvConfig
+from rl_cluster_benchmark.config.traits import LABELS
 from rl_cluster_benchmark.core.atomic_files import as_json, read_object
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.output_files import check_output, write_output
@@ -27,7 +28,7 @@ from rl_cluster_benchmark.execution.loop import load_weights
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.run import checkpoint, summary
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES, RunDirectory
+from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.tools.evaluation.video import Screen, clip_mark, open_screen
 
 Policy = Callable[[NDArray], NDArray[np.float32]]
@@ -94,7 +95,7 @@ def evaluate_checkpoint(asked: EvaluationSettings) -> int:
     data = checkpoint.read(path)
     state = checkpoint.parse(data, path)
     config = _config_of(state, asked)
-    name = ALGORITHM_NAMES[config.algorithm]
+    name = config.traits.label
     process.check_device(config.hardware.device)
     levels = levels_to_play(config.env, asked.levels)
     where = level_text(levels, config.env, EnvConfig.model_validate(state["config"]["env"]))
@@ -353,10 +354,10 @@ def _check_fits(state: dict[str, Any], env: VectorEnv, config: Config) -> None:
 def _newest_checkpoint(algorithm: str | None) -> Path:
     """Find the newest checkpoint, of this algorithm if one is given: files are named after it."""
     places = ("checkpoints", "runs", "benchmarks")
-    pattern = f"{algorithm}_*.pt" if algorithm in ALGORITHM_NAMES else "*.pt"
+    pattern = f"{algorithm}_*.pt" if algorithm in LABELS else "*.pt"
     found = [file for place in places for file in Path(place).rglob(pattern) if file.is_file()]
     if not found:
-        of = f"{ALGORITHM_NAMES[algorithm]} " if algorithm in ALGORITHM_NAMES else ""
+        of = f"{LABELS[algorithm]} " if algorithm in LABELS else ""
         raise UserError(f"No {of}checkpoint under ./checkpoints, ./runs or ./benchmarks; give one with --checkpoint.")
     return _last_of_its_run(max(found, key=lambda file: file.stat().st_mtime))
 

@@ -54,7 +54,7 @@ class TrainCommand:
         args, config = parse_train(arguments)
         if args.node_rank is not None:
             raise UserError("Leave out --node-rank: rlcb launch numbers the machines.")
-        if config.mode != "distributed":
+        if not config.is_distributed:
             raise UserError(f"rlcb launch is for --mode distributed, not {config.mode}.")
         for key in (parse_assignment(text)[0] for text in args.set):
             if key in SET_BY_THE_LAUNCHER:

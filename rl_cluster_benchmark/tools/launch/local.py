@@ -39,7 +39,7 @@ class LocalEngine:
 def shared_cores(config: Config, num_nodes: int) -> list[str]:
     """Return the arguments of a node that shares this machine's cores: by itself it would take all of them."""
     share, workers = max(1, detection.detect().usable_cores // num_nodes), config.parallel.num_workers
-    if config.algorithm != "impala":
+    if not config.traits.has_actors:
         return [] if workers else ["--workers-per-node", str(share)]
     actors, learners = config.impala.num_actors, config.impala.num_learners
     if not isinstance(actors, int):

@@ -128,9 +128,9 @@ class Profile:
 
 def passes_per_step(config: Config) -> float:
     """Return how many training passes an environment step goes through; replayed experience is trained on again."""
-    if config.algorithm == "impala":
+    if config.traits.has_actors:
         return config.impala.passes / (1 - config.impala.replay_fraction)
-    return float(config.training.n_epochs) if config.algorithm == "ppo" else 1.0
+    return float(config.training.n_epochs) if config.traits.has_minibatches else 1.0
 
 
 def mean_shares(processes: Sequence[Process]) -> dict[str, float]:

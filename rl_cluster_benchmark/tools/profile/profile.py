@@ -79,7 +79,7 @@ def profile(config: Config, settings: ProfileSettings, signals: Signals) -> int:
 
 
 def _measured(config: Config) -> Config:
-    if config.mode == "distributed":
+    if config.is_distributed:
         raise UserError(
             "rlcb profile trains on one machine: use --mode parallel for what each machine does, or --of DIR for a "
             "distributed run that is over."
@@ -133,7 +133,7 @@ class WatchedRun:
         self._wait_for_all(".json")
 
     def _has_roles(self) -> bool:
-        return self.run_config.algorithm == "impala" and self.run_config.mode == "parallel"
+        return self.run_config.traits.has_actors and self.run_config.is_parallel
 
     def _trace(self) -> None:
         """Let torch's profiler record a whole update, if that is not too long."""
@@ -184,9 +184,8 @@ class WatchedRun:
         notes = [json.loads(file.read_text()) for file in sorted(self.notes.glob("[0-9]*.json")) if _is_note(file)]
         processes = [Process.of(note, summary["num_learners"]) for note in notes]
         processes.sort(key=lambda process: (process.role != "learner", process.rank))
-        is_ppo = config.algorithm == "ppo"
-        batch = config.batch_size if is_ppo else config.rollout_size
-        if config.algorithm == "impala":
+        batch = config.batch_size if config.traits.has_minibatches else config.rollout_size
+        if config.traits.has_actors:
             batch = config.unrolls_per_step * config.training.n_steps
         return Profile(
             processes=processes,

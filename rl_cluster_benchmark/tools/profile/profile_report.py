@@ -11,7 +11,6 @@ from typing import Any
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.atomic_files import write_json
 from rl_cluster_benchmark.core.text import NOTHING, table
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord
 from rl_cluster_benchmark.tools.profile.figures import PASSES, Process, Profile
 from rl_cluster_benchmark.tools.profile.peak import PRECISIONS
@@ -27,7 +26,7 @@ PASS_NAMES = {"inference": "acting: forward", "forward": "learning: forward", "b
 def show(profile: Profile, verdict: Verdict, config: Config) -> None:
     run = profile.run
     print(
-        f"\n{ALGORITHM_NAMES[config.algorithm]} {config.mode} on {config.env.name}: {profile.fps:,.0f} steps/s, "
+        f"\n{config.traits.label} {config.mode} on {config.env.name}: {profile.fps:,.0f} steps/s, "
         f"{profile.precision}, network: {profile.engine}, {profile.threads} thread(s) in each of "
         f"{len(profile.processes)} process(es); {run['peak_memory_gb']:.2f} GB"
     )

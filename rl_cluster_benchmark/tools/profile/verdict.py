@@ -64,8 +64,8 @@ def _bound(share: float) -> str:
 
 def _faster_environment(profile: Profile, config: Config, machine: Machine) -> str:
     idle = machine.usable_cores - profile.own_cpu
-    flag = "--workers-per-node" if config.mode == "distributed" else "--num-workers"
-    more = f"--mode parallel with a worker on each, or more {flag}" if config.mode == "sequential" else f"more {flag}"
+    flag = "--workers-per-node" if config.is_distributed else "--num-workers"
+    more = f"--mode parallel with a worker on each, or more {flag}" if config.is_sequential else f"more {flag}"
     if idle > 0.5 and len(profile.processes) * profile.threads < machine.usable_cores:
         return f"{idle:.1f} of {machine.usable_cores} cores are idle: {more}, steps more environments at once."
     return (
@@ -85,7 +85,7 @@ def _faster_network(profile: Profile, config: Config, machine: Machine) -> str:
     steps = []
     if profile.precision == "float32" and machine.fast_bfloat16 and config.env.game is not None:
         steps.append(f"hardware.precision=bfloat16 (the CPU has {machine.fast_bfloat16})")
-    if config.mode == "sequential" and machine.usable_cores > 1:
+    if config.is_sequential and machine.usable_cores > 1:
         steps.append("--mode parallel (a process on each core instead of threads)")
     elif profile.engine == "torch" and profile.precision == "bfloat16" and config.hardware.engine == "torch":
         steps.append("hardware.engine=native (the network in C)")
@@ -101,13 +101,13 @@ def _faster_network(profile: Profile, config: Config, machine: Machine) -> str:
 
 
 def _less_communication(config: Config) -> str:
-    if config.mode == "distributed":
+    if config.is_distributed:
         return (
             "Gradients cross the network: a faster link, cluster.compression=bfloat16 (half the bytes), larger batches "
             "or cluster.sync=local_sgd (fewer sums) would help; the last two change what is learned."
         )
-    larger = "a larger training.n_steps" if config.algorithm == "a2c" else "a larger training.batch_size"
-    epochs = ", fewer training.n_epochs" if config.algorithm == "ppo" else ""
+    larger = "a larger training.n_steps" if config.traits.learns_whole_rollouts else "a larger training.batch_size"
+    epochs = ", fewer training.n_epochs" if config.traits.has_minibatches else ""
     return (
         f"Fewer or smaller sums would help: {larger}{epochs}, fewer workers, or a network with fewer parameters; all "
         "but the number of workers change what is learned."
@@ -115,7 +115,7 @@ def _less_communication(config: Config) -> str:
 
 
 def _more_even(config: Config) -> str:
-    if config.algorithm == "a3c":
+    if config.traits.is_lock_free:
         return (
             "Workers wait for each other only at the end of a run: a longer one waits less, and environments should be "
             "a multiple of the workers."

@@ -28,7 +28,6 @@ from rl_cluster_benchmark.tools.scaling.measured_runs import Rate, measure
 
 LOOPBACK = "127.0.0.1"
 SECONDS_FOR_GLOO = 120
-IN_STEP = ("ppo", "a2c")  # algorithms whose machines can sum every gradient
 OF_THE_RUN = (
     "algorithm", "env", "num_envs", "num_workers", "precision", "engine", "cpu_model", "git_commit", "versions",
 )  # fmt: skip
@@ -90,14 +89,14 @@ def measure_here(config: Config, seconds: float, folder: Path, interrupted: Call
 def _alone(config: Config) -> Config:
     """Return the config of a run on this machine alone, as it would be among many."""
     changes: dict[str, object] = {"cluster.sync": "allreduce"}
-    if config.algorithm in IN_STEP:
+    if config.traits.is_in_step:
         changes |= {"mode": "distributed", "cluster.num_workers": 1, "cluster.min_nodes": None}
         changes |= {"cluster.master_addr": LOOPBACK, "cluster.master_port": free_port()}
     else:
         changes = {"mode": "parallel"}
     config = config_files.with_changes(config, MEASURED | changes, source="projection")
     each = config.parallel.num_envs_per_worker
-    if config.mode == "distributed" and each is not None:  # as the head would fill it in
+    if config.is_distributed and each is not None:  # as the head would fill it in
         workers = config.parallel.num_workers or detection.detect().usable_cores
         filled = {"env.num_envs": each * workers, "parallel.num_envs_per_worker": None}
         config = config_files.with_changes(config, filled, source="projection")
@@ -126,11 +125,11 @@ def work_from(config: Config, rate: Rate) -> model.MachineWork:
 
 def optimizer_steps(config: Config, summary: dict[str, Any]) -> tuple[int, int]:
     """Return (samples of a step of the optimiser, steps in an update) on one machine; `summary` is of a run there."""
-    if config.algorithm == "ppo":
+    if config.traits.has_minibatches:
         return config.batch_size, config.training.n_epochs * -(-config.rollout_size // config.batch_size)
-    if config.algorithm == "a3c":  # each worker steps by itself, with its own rollout
+    if config.traits.is_lock_free:  # each worker steps by itself, with its own rollout
         return config.training.n_steps * summary["num_envs"] // summary["num_workers"], 1
-    if config.algorithm == "impala":
+    if config.traits.has_actors:
         filled = {"env.num_envs": summary["num_envs"], "parallel.num_envs_per_worker": None}
         filled |= {"impala.num_learners": summary["num_learners"]}
         unrolls = config_files.with_changes(config, filled, source="projection").unrolls_per_step

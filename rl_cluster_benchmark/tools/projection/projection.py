@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.config.traits import TRAITS_BY_LABEL
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
 from rl_cluster_benchmark.core.stop import Signals
@@ -70,7 +71,7 @@ def make_report(
     between = settings.spread if settings.spread is not None else given[1] if given else measured.spread.between
     spread = replace(measured.spread, between=between)
     networks = _networks(measured, settings, given[0] if given else None)
-    strategies = model.STRATEGIES if measured.run["algorithm"] in ("PPO", "A2C") else (model.ASYNCHRONOUS,)
+    strategies = model.STRATEGIES if TRAITS_BY_LABEL[measured.run["algorithm"]].is_in_step else (model.ASYNCHRONOUS,)
     rows = [
         _row(name, strategy, count, measured, network, spread)
         for name, network in networks.items()

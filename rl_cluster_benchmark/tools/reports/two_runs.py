@@ -34,7 +34,7 @@ def compare_two(
     check_output("--report", report)
     one = _load("--sequential", sequential, unfinished)
     other = _load("--parallel", parallel, unfinished)
-    if one.mode != "sequential" or other.mode == "sequential":
+    if not one.config.is_sequential or other.config.is_sequential:
         raise UserError(
             f"--sequential {sequential} is a {one.mode} run and --parallel {parallel} a {other.mode} one; "
             "`rlcb compare DIR DIR` compares any two."

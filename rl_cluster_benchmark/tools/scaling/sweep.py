@@ -14,7 +14,6 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.core.text import timestamp
 from rl_cluster_benchmark.machine import detection
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.tools.scaling import results
 from rl_cluster_benchmark.tools.scaling.cases import Case, choose_counts, make_cases
 from rl_cluster_benchmark.tools.scaling.measured_runs import measure_in_turns
@@ -118,7 +117,7 @@ def _header(config: Config, cases: Sequence[Case], settings: SweepSettings) -> l
     pinned = "pinned to cores" if first.pinned else "not pinned"
     times = f", {settings.repeats} times" if settings.repeats > 1 else ""
     return [
-        f"Scaling of {ALGORITHM_NAMES[config.algorithm]} on {config.env.name}: "
+        f"Scaling of {config.traits.label} on {config.env.name}: "
         f"{_listed([case.workers for case in cases])} workers, {pinned}",
         f"CPU: {detection.detect()}",
         f"Kind: {kind}",

@@ -87,9 +87,9 @@ def check_buildable(space: SearchSpace) -> None:
 def _check_environments(config: Config) -> None:
     """Refuse trials whose number of environments would follow from the cores that they get, as with other --jobs."""
     share = config.parallel.num_envs_per_worker
-    actors = config.impala.num_actors if config.algorithm == "impala" else None
+    actors = config.impala.num_actors if config.traits.has_actors else None
     workers = actors or config.parallel.num_workers
-    if config.mode == "parallel" and share is not None and not isinstance(workers, int):
+    if config.is_parallel and share is not None and not isinstance(workers, int):
         raise UserError(
             f"With parallel.num_envs_per_worker = {share} and no number of workers, the environments of a trial would "
             "depend on its cores; set parallel.num_workers, or env.num_envs and parallel.num_envs_per_worker: null."

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import Algorithm
+from rl_cluster_benchmark.config.traits import is_distributed
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.tools.search.search_space import (
     Game,
@@ -148,7 +149,7 @@ def _base_data(base: Base, game: object, source: str) -> dict[str, Any]:
     data = configs.read_yaml(path) if path is not None else {}
     always = {"training.total_timesteps": base.total_timesteps, "training.duration_hours": None, "output_dir": None}
     merged = configs.merge(data, {**settings, **top, **always})
-    if merged.get("mode") == "distributed":
+    if is_distributed(merged.get("mode")):
         raise UserError(f"{source}: mode = distributed is not allowed; it must be sequential or parallel.")
     return merged
 

@@ -14,7 +14,6 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Interrupted, Signals
 from rl_cluster_benchmark.machine import detection, process
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.tools.scaling.results_folder import results_folder
 from rl_cluster_benchmark.tools.tune import tuning_report
 from rl_cluster_benchmark.tools.tune.tuning_search import choose, of_best, search, sweep
@@ -64,7 +63,7 @@ def tune(config: Config, settings: TuningSettings, signals: Signals) -> int:
 
 
 def make_space(config: Config, settings: TuningSettings, look: Callable[[], None] = lambda: None) -> TuningSpace:
-    if config.mode == "distributed":
+    if config.is_distributed:
         raise UserError(
             "rlcb tune measures one machine; tune with --mode parallel and use the result on every machine."
         )
@@ -74,7 +73,7 @@ def make_space(config: Config, settings: TuningSettings, look: Callable[[], None
     if "impala.num_actors" in fixed:
         fixed = fixed - {"impala.num_actors"} | {"parallel.num_workers"}  # where the split is filled in
     process.prepare_process(1)
-    if config.algorithm == "impala" and config.mode == "parallel":
+    if config.traits.has_actors and config.is_parallel:
         from rl_cluster_benchmark.execution.actor_learner.split import fill_in
 
         config = fill_in(config, look)
@@ -154,7 +153,7 @@ def _header(space: TuningSpace, settings: TuningSettings) -> list[str]:
     steps = short_updates(config).training.n_steps
     shorter = f"; rollouts of {steps} steps instead of {config.training.n_steps}, the same minibatches"
     return [
-        f"Tuning {ALGORITHM_NAMES[config.algorithm]} on {config.env.name}: {len(space.settings)} settings, "
+        f"Tuning {config.traits.label} on {config.env.name}: {len(space.settings)} settings, "
         f"{settings.budget:g} s" + (", then all of them" if settings.exhaustive else ""),
         f"CPU: {detection.detect()}",
         f"Each trial: {settings.seconds:g} s (at least an update) after the first update"

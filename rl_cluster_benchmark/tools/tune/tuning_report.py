@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_cluster_benchmark.config import config_files
+from rl_cluster_benchmark.config.traits import is_sequential
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
 from rl_cluster_benchmark.core.text import NOTHING, table, timestamp
 from rl_cluster_benchmark.machine import detection
-from rl_cluster_benchmark.run.directory import ALGORITHM_NAMES
 from rl_cluster_benchmark.run.summary import code
 from rl_cluster_benchmark.tools.tune.tuning_search import ALIKE
 from rl_cluster_benchmark.tools.tune.tuning_space import GROUPS, TuningSetting, TuningSpace
@@ -30,7 +30,7 @@ policy lag  gradient steps between the weights that acted and those that learned
 def name(setting: TuningSetting) -> str:
     """Return a setting in a few words."""
     layout = setting.layout
-    if layout.mode == "sequential":
+    if is_sequential(layout.mode):
         who = f"one process x {_count(layout.threads, 'thread')}"
     elif layout.learners:
         who = f"{_count(layout.workers, 'actor')} + {_count(layout.learners, 'learner')}"
@@ -133,13 +133,17 @@ def learning_sentence(space: TuningSpace, setting: TuningSetting) -> str:
     if setting.learning:
         return f"NOTE: it changes what is learned: {'; '.join(setting.learning)}. Compare learning curves."
     training, config = space.config.training, space.tuned(setting)
-    batch = {"ppo": f"{config.batch_size} samples", "a3c": "a worker's rollout"}.get(config.algorithm, "a rollout")
-    if config.algorithm == "impala":
+    traits, batch = config.traits, "a rollout"
+    if traits.has_minibatches:
+        batch = f"{config.batch_size} samples"
+    elif traits.is_lock_free:
+        batch = "a worker's rollout"
+    elif traits.has_actors:
         batch = f"{config.unrolls_per_step} unrolls"
         if config.unrolls_per_step != space.asked_batch:
             batch += f" (the config asks for {space.asked_batch}, rounded to equal shares of the learners)"
     kept = f"{config.env.num_envs} environments x {training.n_steps} steps, batches of {batch}"
-    rest = "rounding" if config.algorithm in ("ppo", "a2c") else "rounding and how old experience is when it is used"
+    rest = "rounding" if traits.is_in_step else "rounding and how old experience is when it is used"
     return f"The learning problem is as it was ({kept}); only {rest} may differ."
 
 
@@ -148,7 +152,7 @@ def record(
 ) -> dict[str, Any]:
     machine = detection.detect()
     return {
-        "algorithm": ALGORITHM_NAMES[space.config.algorithm],
+        "algorithm": space.config.traits.label,
         "env": space.config.env.name,
         "cpu_model": machine.cpu_model,
         "usable_cores": machine.usable_cores,

@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.config.traits import TRAITS, is_parallel, is_sequential
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.machine.detection import Machine
@@ -44,9 +45,9 @@ class Layout:
             "mode": self.mode, "env.num_envs": self.num_envs, "parallel.num_envs_per_worker": None,
             "hardware.num_threads": self.threads,
         }  # fmt: skip
-        if self.mode == "parallel":
+        if is_parallel(self.mode):
             changes["parallel.num_workers"] = self.workers
-        if algorithm == "impala" and self.mode == "parallel":
+        if TRAITS[algorithm].has_actors and is_parallel(self.mode):
             changes |= {"impala.num_actors": None, "impala.num_learners": self.learners}
         return changes
 
@@ -139,18 +140,18 @@ class TuningSpace:
         own = self.config
         if config.env.num_envs != own.env.num_envs:
             yield f"environments {own.env.num_envs} -> {config.env.num_envs}"
-        if config.algorithm == "a3c" and plan.num_workers != self.own.workers:
+        if config.traits.is_lock_free and plan.num_workers != self.own.workers:
             yield f"A3C's workers {self.own.workers} -> {plan.num_workers}"
-        if config.algorithm == "impala" and config.unrolls_per_step not in (
+        if config.traits.has_actors and config.unrolls_per_step not in (
             self.asked_batch,
             own.unrolls_per_step,
         ):
             yield f"batch {self.asked_batch} -> {config.unrolls_per_step} unrolls"
 
     def _layouts(self, own: Layout) -> list[Layout]:
-        if self.config.algorithm == "impala":
+        if self.config.traits.has_actors:
             found = _splits(own, self.machine.usable_cores)
-        elif self.config.algorithm == "a3c":
+        elif self.config.traits.is_lock_free:
             counts = {self.machine.usable_cores, -(-self.machine.usable_cores // 2)} if self.learning_too else set()
             found = [dataclasses.replace(own, workers=workers, threads=1) for workers in sorted(counts)]
         else:
@@ -176,7 +177,7 @@ class TuningSpace:
 
     @staticmethod
     def _balances_work(config: Config) -> bool:
-        return config.algorithm in ("ppo", "a2c")
+        return config.traits.is_in_step
 
 
 def _own_layout(config: Config) -> Layout:
@@ -211,7 +212,7 @@ def _worker_layouts(own: Layout, machine: Machine, *, is_small: bool) -> list[La
 
 def _splits(own: Layout, cores: int) -> list[Layout]:
     """Divide the cores between IMPALA's actors and learners, also with one process more than cores, as some wait."""
-    if own.mode == "sequential":
+    if is_sequential(own.mode):
         counts = dict.fromkeys([cores, 1])
         return [dataclasses.replace(own, threads=threads) for threads in counts]
     total = max(2, cores)
@@ -237,7 +238,7 @@ def value_of(config: Config, key: str) -> Any:
 def resolve_envs(config: Config, machine: Machine) -> Config:
     """Return the config with the total of environments that `rlcb train` would make of it, and none per worker."""
     per_worker = config.parallel.num_envs_per_worker
-    if config.mode != "parallel" or per_worker is None:
+    if not config.is_parallel or per_worker is None:
         return config
     workers = config.parallel.num_workers or machine.usable_cores
     changes = {

@@ -24,7 +24,7 @@ PATIENCE = 2.5  # times the fastest trial's time, start included, after which a 
 
 def short_updates(config: Config) -> Config:
     """Return a config with the same work in shorter updates: PPO with shorter rollouts and the same minibatches."""
-    if config.algorithm != "ppo":
+    if not config.traits.has_minibatches:
         return config  # the rollout is the batch
     smallest = config.batch_size // math.gcd(config.batch_size, config.env.num_envs)
     times = max(1, math.ceil(SAMPLES_PER_UPDATE / (smallest * config.env.num_envs)))
