@@ -310,8 +310,8 @@ def test_a_first_order_after_a_closed_terminal_is_no_second_one(told):
 
 BEGINNING = """
 import signal, sys, time
-from rl_cluster_benchmark.execution import workers
-from rl_cluster_benchmark.run.stop import Signals
+from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.processes import pool as workers
 signals = Signals()
 signals.install()
 workers.start_server(None)
