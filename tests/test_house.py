@@ -38,11 +38,11 @@ def test_no_name_of_an_algorithm_or_a_mode_is_compared_with():
     names = {"ppo", "a2c", "a3c", "impala", "PPO", "A2C", "A3C", "IMPALA", "sequential", "parallel", "distributed"}
     found = []
     for file in SOURCES:
-        if file.parent.name != "config":
-            for node in ast.walk(ast.parse(file.read_text())):
-                is_compared = isinstance(node, ast.Compare) and "architecture" not in ast.unparse(node)
-                constants = ast.walk(node) if is_compared else ()
-                if any(isinstance(part, ast.Constant) and part.value in names for part in constants):
+        for node in ast.walk(ast.parse(file.read_text())) if file.parent.name != "config" else ():
+            if isinstance(node, ast.Compare) and "architecture" not in ast.unparse(node):
+                operands = [node.left, *node.comparators]
+                operands += [part for operand in operands for part in getattr(operand, "elts", ())]
+                if any(isinstance(operand, ast.Constant) and operand.value in names for operand in operands):
                     found.append(f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert found == []
 

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
+from rl_cluster_benchmark.config.traits import is_sequential
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.text import duration, whole
 from rl_cluster_benchmark.env import published
@@ -86,7 +87,8 @@ class Comparison:
 
     def _sequential(self, group: Group) -> Group | None:
         """Return the group that the speed of this one is a multiple of."""
-        base = [g for g in self.of_task(group.task) if (g.algorithm, g.mode) == (group.algorithm, "sequential")]
+        tasks = self.of_task(group.task)
+        base = [g for g in tasks if g.algorithm == group.algorithm and is_sequential(g.mode)]
         if len(base) != 1 or group is base[0] or not figures.speeds_compare([*group.runs, *base[0].runs]):
             return None
         return base[0]
