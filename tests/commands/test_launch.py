@@ -122,6 +122,15 @@ def test_what_changes_from_attempt_to_attempt_is_not_set_for_all(num_nodes):
     assert (config.cluster.num_workers, config.cluster.master_addr, config.cluster.master_port) == (1, "b", 2001)
 
 
+@pytest.mark.parametrize("flag", ["--num-workers", "--num-nodes"])
+def test_a_number_of_machines_that_are_not_started_is_refused(flag):
+    """In distributed mode --num-workers means machines: whoever wants workers would get fewer without a word."""
+    words = ["train", "--env", "Catch-v0", flag, "4"]
+    with pytest.raises(UserError, match=r"4 machines behind -- are not the 2 .* said with --workers-per-node"):
+        TrainCommand.parse(words, main.parse_train, num_nodes=2)
+    assert TrainCommand.parse(words, main.parse_train, num_nodes=4).config.cluster.num_workers == 4
+
+
 def test_slurm_script(tmp_path):
     done = rlcb(
         "launch", "slurm", "--nodes", 3, "--cpus-per-node", 8, "--time", "08:00:00", "--partition", "cpu", "--account",

@@ -49,9 +49,16 @@ class TrainCommand:
         arguments = [*words[1:]]
         if not _sets(arguments, "--mode") and not _sets(arguments, "--config"):
             arguments = ["--mode", "distributed", *arguments]
+        args, config = parse_train(arguments)
+        for given in (args.num_workers, args.num_nodes):
+            if given is not None and num_nodes is not None and str(given) != str(num_nodes):
+                raise UserError(
+                    f"{given} machines behind -- are not the {num_nodes} that rlcb launch starts; leave it out. "
+                    "How many workers each machine has is said with --workers-per-node."
+                )
         if num_nodes is not None:
             arguments += ["--num-nodes", str(num_nodes)]
-        args, config = parse_train(arguments)
+            args, config = parse_train(arguments)
         if args.node_rank is not None:
             raise UserError("Leave out --node-rank: rlcb launch numbers the machines.")
         if not config.is_distributed:
