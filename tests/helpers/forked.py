@@ -17,7 +17,6 @@ import io
 import json
 import os
 import runpy
-import shutil
 import signal
 import socket
 import subprocess
@@ -122,14 +121,14 @@ def _serve() -> None:
     for name in HEAVY:
         __import__(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
-    # Here no import wrote any; each command would compile the program, if the interpreter was told to write nothing.
-    sys.dont_write_bytecode, sys.pycache_prefix = False, tempfile.mkdtemp(prefix="rlcb-bytecode-")
+    # An interpreter that is told to write no bytecode would compile the program for each command.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.abspath(".pytest_cache/bytecode")
     gc.collect()
     gc.freeze()
     while True:
         text, streams, _, _ = socket.recv_fds(line, MOST_BYTES, 3)
         if not text:
-            return shutil.rmtree(sys.pycache_prefix)
+            return
         between = os.fork()
         if between:
             for stream in streams:
