@@ -90,10 +90,19 @@ def test_sampled_and_likeliest_actions_are_not_ranked(levels):
     assert f"Evaluation Results (50 episodes, deterministic, {name} levels)" in text
 
 
-def test_a_block_of_mixed_evaluations_says_so():
+def test_a_block_of_evaluations_says_how_many_episodes_they_have():
+    runs = [make(evaluation=("train", 3.0, False, 20)), make(seed=2, evaluation=("train", 8.0, False, 50))]
+    assert "Evaluation Results (20 to 50 episodes, sampled actions" in as_template(Comparison.of(runs, []))
+
+
+def test_evaluations_of_different_kinds_have_a_block_each_and_a_warning():
+    """A mean of sampled and of the likeliest actions would be of neither."""
     runs = [make(evaluation=("train", 3.0, False, 20)), make(seed=2, evaluation=("train", 8.0, True, 50))]
-    text = as_template(Comparison.of(runs, []))
-    assert "Evaluation Results (20 to 50 episodes, sampled actions in some, the likeliest action in others" in text
+    comparison = Comparison.of(runs, [])
+    text = as_template(comparison)
+    assert "Evaluation Results (20 episodes, sampled actions, training levels):\n  Mean Reward: 3.00" in text
+    assert "Evaluation Results (50 episodes, deterministic, training levels):\n  Mean Reward: 8.00" in text
+    assert any("sampled" in warning and "likeliest" in warning for warning in comparison.warnings())
 
 
 def test_without_a_common_game_nobody_is_ranked():
