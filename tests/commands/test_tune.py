@@ -292,7 +292,7 @@ def test_wrong_inputs(args, text, tmp_path):
 
 def test_a_budget_that_is_too_small(tmp_path):
     started = time.monotonic()
-    done = rlcb("tune", *QUICK, "--budget", 2.5, "--output-dir", tmp_path)
+    done = rlcb("tune", *QUICK, "--budget", 0.3, "--output-dir", tmp_path)
     assert done.returncode == 1
     assert time.monotonic() - started < 60, "no trial goes on beyond it"
     assert done.stderr.startswith("error: Nothing was measured (stopped after")
