@@ -22,7 +22,7 @@ from rl_cluster_benchmark.kernels import build
 
 HERE = Path(__file__).parent
 WATCHED = "-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
-WITHOUT_AMX, EMULATED_AMX = "-DNO_AMX", f"-include {ROOT / 'tests' / 'emulated_amx.h'}"
+WITHOUT_AMX, EMULATED_AMX = "-DNO_AMX", f"-include {ROOT / 'tests' / 'helpers' / 'emulated_amx.h'}"
 SECONDS = 1200
 pytestmark = [pytest.mark.timeout(2 * SECONDS), pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 
