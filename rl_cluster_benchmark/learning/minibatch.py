@@ -46,10 +46,10 @@ class MinibatchGradients:
         self.learner, self.hyper, self.micro_batch, self.sharing = learner, hyper, micro_batch, sharing
         self.rank = sharing.rank if sharing else 0
 
-    def sum(self, batch: Batch, rows: Rows, moments: Moments, objective: Objective, *flags: float) -> list[float]:
+    def sum(self, batch: Batch, rows: Rows, moments: Moments, objective: Objective, flag: float) -> list[float]:
         """Leave the gradient of a minibatch, summed over all workers, in the learner.
 
-        Returns the mean losses, in the order of STATS, and the sum of each flag over the workers.
+        Returns the mean losses, in the order of STATS, and the sum over the workers of the flag behind them.
         """
         learner, sharing = self.learner, self.sharing
         passes = self.passes(batch, moments, objective)
@@ -60,7 +60,7 @@ class MinibatchGradients:
         if learner.hidden is not None:
             learner.hidden.begin(sum(kept) + len(shared))
         passes.write(rows[self.rank][: kept[self.rank]], sum(kept[: self.rank]))
-        learner.stats[-len(flags) :] = torch.tensor(flags)
+        learner.stats[-1] = flag
         if sharing is not None and division.num_pieces:
             passes.take(sharing, shared, bounds, sum(kept))
         return learner.sum_over_workers()
