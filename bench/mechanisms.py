@@ -17,13 +17,12 @@ from statistics import median
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
 from rl_cluster_benchmark.cli.arguments import positive
 from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
-from rl_cluster_benchmark.kernels import heads, pooling
+from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.kernels.native_network import HiddenRows
 from rl_cluster_benchmark.learning.batch import Batch
 from rl_cluster_benchmark.learning.minibatch import Moments
@@ -59,12 +58,6 @@ def cases() -> Iterator[Case]:
     if heads.available():
         yield from whole_pass(64)
         yield from whole_pass(4)
-    large = torch.randn(64, 16, 64, 64, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    yield (
-        "max-pooling in C, 64 images of 64 x 64 x 16, forward",
-        lambda: pooling.max_pool(large),
-        lambda: F.max_pool2d(large, kernel_size=3, stride=2, padding=1),
-    )
     size = sum(p.numel() for p in build().parameters())
     flat = Adam(torch.zeros(size), torch.zeros(size), eps=1e-5)
     plain = build()
@@ -88,7 +81,7 @@ def networks() -> Iterator[Case]:
         lambda: train_on(half, observations),
         lambda: train_on(single, observations),
     )
-    native = build(engine="native")
+    native = build(torch.float32, engine="native")
     if native.native_trunk is None:
         return
     yield (
@@ -99,9 +92,7 @@ def networks() -> Iterator[Case]:
     small = observations[:4]
     gradient = torch.zeros(sum(p.numel() for p in native.parameters()))
     rest = gradient[: len(gradient) - native.native_trunk.hidden_weights.numel()]
-    rows = HiddenRows(
-        *(torch.zeros(4, n, dtype=torch.bfloat16) for n in reversed(native.native_trunk.hidden_weights.shape))
-    )
+    rows = HiddenRows(*(torch.zeros(4, n) for n in reversed(native.native_trunk.hidden_weights.shape)))
 
     def piece(left: HiddenRows | None, cleared: torch.Tensor) -> None:
         assert native.native_trunk is not None

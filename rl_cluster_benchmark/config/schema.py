@@ -451,16 +451,17 @@ class HardwareConfig(Section):
         "core in sequential mode, and one in each worker.",
     )
     precision: MayChange[Literal["auto", "float32", "bfloat16"]] = Field(
-        "auto", description="auto is bfloat16 where the CPU has AMX or AVX512-BF16, float32 elsewhere."
+        "auto",
+        description="auto is float32 where the network is computed in C (`engine`); in torch it is bfloat16 where the "
+        "CPU has AMX or AVX512-BF16, and float32 elsewhere.",
     )
     memory_format: MayChange[Literal["channels_last", "contiguous"]] = Field(
         "channels_last", description="Layout of images and convolutions; contiguous is kept for comparison."
     )
     engine: MayChange[Literal["auto", "native", "torch"]] = Field(
         "auto",
-        description="What computes the IMPALA-CNN or the Nature-CNN: native is this package's C code for one core and "
-        "bfloat16; auto is native in processes of one thread on CPUs with AMX or AVX512-BF16 where there is a C "
-        "compiler, else torch.",
+        description="What computes the IMPALA-CNN or the Nature-CNN: native is this package's C code in float32; "
+        "auto is native where that code suits the network and was built or can be compiled, else torch.",
     )
     micro_batch: MayChange[Int | None] = Field(
         None, ge=1, description="Samples per backward pass, gradients added up to the minibatch; null fits the cache."

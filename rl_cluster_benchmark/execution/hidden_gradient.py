@@ -14,21 +14,16 @@ from torch import Tensor
 from rl_cluster_benchmark.kernels.native_network import LANES, HiddenRows, NativeTrunk
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 
-ROWS = 32  # are computed together
 MAX_BYTES = 128 * 2**20  # for the rows of a minibatch; larger ones have large passes
 
 
 def allocate(hidden_shape: tuple[int, int], num_samples: int) -> SharedTensors | None:
     """Make the memory for a minibatch's rows; return None if it would be too much."""
     width, features = hidden_shape
-    count = padded(num_samples)
-    if 2 * count * (width + features) > MAX_BYTES:
+    if 4 * num_samples * (width + features) > MAX_BYTES:
         return None
-    return SharedTensors({"inputs": ((count, features), torch.bfloat16), "slopes": ((count, width), torch.bfloat16)})
-
-
-def padded(num_samples: int) -> int:
-    return -(-num_samples // ROWS) * ROWS
+    shapes = {"inputs": (num_samples, features), "slopes": (num_samples, width)}
+    return SharedTensors({name: (shape, torch.float32) for name, shape in shapes.items()})
 
 
 class HiddenGradient:
@@ -55,9 +50,6 @@ class HiddenGradient:
         """Begin a minibatch: nobody reads the rows of the last one any more."""
         assert num_samples <= len(self.rows.inputs)
         self._samples = num_samples
-        if self._rank == 0:
-            for rows in self.rows:
-                rows[num_samples : padded(num_samples)].zero_()
 
     def place(self, start: int, count: int) -> None:
         """Say where in the minibatch the samples of the next pass are."""

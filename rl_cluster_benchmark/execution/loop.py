@@ -16,7 +16,6 @@ from rl_cluster_benchmark.core.seeding import integer_seed
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.env.environments import make_env
 from rl_cluster_benchmark.experience.rollout import Collector, Episode, Rollout, RolloutHelper
-from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.learning import bad_numbers
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.machine import process
@@ -102,7 +101,6 @@ def build_algorithm(
     reduce: Reducer, checkpoint: dict[str, Any] | None, sharing: SharesExperience | None = None,
 ) -> tuple[ActorCritic, LearningAlgorithm]:  # fmt: skip
     """The model as the run's seed or the checkpoint has it, and the algorithm that updates it."""
-    pooling.available()  # checked before time counts
     torch.manual_seed(integer_seed(config.env.seed, "model"))
     precision = process.dtype(plan.precision)
     model = make_model(config.model, observation_shape, num_actions, config.hardware, precision, plan.engine)

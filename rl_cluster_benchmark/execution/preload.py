@@ -33,10 +33,9 @@ def _load() -> None:
     from rl_cluster_benchmark.config.schema import EnvConfig
     from rl_cluster_benchmark.env.environments import load_envpool, make_env
     from rl_cluster_benchmark.execution import loop  # noqa: F401
-    from rl_cluster_benchmark.kernels import heads, native_network, pooling
+    from rl_cluster_benchmark.kernels import heads, native_network
 
     heads.available()
-    pooling.available()
     for architecture in native_network.SOURCES:
         native_network.available(architecture)
     if game := os.environ.get(GAME_VARIABLE):

@@ -1,1 +1,1 @@
-"""Networks, heads, losses and pooling in C: the sources, their compilation, and how torch code calls them."""
+"""Networks, heads and losses in C: the sources, their compilation, and how torch code calls them."""

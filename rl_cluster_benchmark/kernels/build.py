@@ -1,7 +1,9 @@
-"""Compiles the C sources beside this file for this machine's CPU, once, into the user's cache.
+"""The C code in `source/` as a library: which variants there are, which one this CPU can run, and where it comes from.
 
-RLCB_KERNEL_FLAGS adds compiler flags, such as those of the sanitizers (tests/sanitizers); the cache then keeps a
-separate library.
+A variant is the same source, compiled for the instruction sets of a kind of CPU. Wheels carry the variants of their
+platform in `built/`; elsewhere the compiler makes the one that is needed, once, in the user's cache. RLCB_KERNELS names
+the variant to take, RLCB_NO_KERNELS takes none, and RLCB_KERNEL_FLAGS adds compiler flags, such as those of the
+sanitizers (tests/sanitizers).
 """
 
 from __future__ import annotations
@@ -17,71 +19,191 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC", "-shared")
+from rl_cluster_benchmark.core.errors import UserError
+
+SOURCE = Path(__file__).parent / "source"
+BUILT = Path(__file__).parent / "built"
+FLAGS = ("-O3", "-fPIC", "-shared", "-pthread", "-fopenmp-simd")
 COMPILE_SECONDS = 120
 TEMPORARY = ".building-"
 HASH_BYTES = hashlib.sha256().digest_size
+X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 
 _has_said = False
 
 
-def load(source: str, includes: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """Return the compiled library, or None if there is no compiler, it fails, or RLCB_NO_KERNELS is set."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or os.environ.get("RLCB_NO_KERNELS"):
+class Variant(NamedTuple):
+    """One compilation of the C code: its flags, and what a CPU must have to run it."""
+
+    name: str
+    flags: tuple[str, ...]
+    machines: tuple[str, ...] = ()  # as `uname -m` says it; () for all
+    features: frozenset[str] = frozenset()  # as /proc/cpuinfo says it
+
+
+VARIANTS = (  # the best first
+    Variant(
+        "avx512",
+        ("-DVL=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mtune=skylake-avx512",
+         "-mprefer-vector-width=512"),
+        X86,
+        frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}),
+    ),
+    Variant("avx2", ("-DVL=8", "-mavx2", "-mfma", "-mtune=haswell"), X86, frozenset({"avx2", "fma"})),
+    Variant("neon", ("-DVL=4",), ARM),
+    Variant("plain", ("-DVL=4",)),
+)  # fmt: skip
+
+
+class Library(NamedTuple):
+    variant: Variant
+    code: ctypes.CDLL
+
+
+@cache
+def load() -> Library | None:
+    """Return the best variant that this machine can run, or None where it is not built and cannot be compiled."""
+    if os.environ.get("RLCB_NO_KERNELS"):
         return None
-    files = [FOLDER / name for name in (source, *includes)]
+    for variant in _wanted():
+        code = _built(variant) or _compiled_here(variant)
+        if code is not None:
+            return Library(variant, code)
+    return None
+
+
+def _wanted() -> list[Variant]:
+    """Return the variants to try: the one that RLCB_KERNELS names, or all that can run here, the best first."""
+    possible = [variant for variant in VARIANTS if can_run(variant)]
+    name = os.environ.get("RLCB_KERNELS")
+    if not name:
+        return possible
+    found = next((variant for variant in VARIANTS if variant.name == name), None)
+    here = ", ".join(variant.name for variant in possible)
+    if found is None:
+        names = ", ".join(variant.name for variant in VARIANTS)
+        raise UserError(f"RLCB_KERNELS = {name}: there is no such variant, only {names}; this machine can run {here}.")
+    if found not in possible:
+        missing = ", ".join(sorted(found.features - cpu_features())) or f"an {found.machines[0]} CPU"
+        raise UserError(f"RLCB_KERNELS = {name} needs {missing}, which this CPU lacks; it can run {here}.")
+    return [found]
+
+
+def can_run(variant: Variant) -> bool:
+    """Return whether the CPU has what a variant needs, and the system lets it be used."""
+    is_kind = not variant.machines or platform.machine() in variant.machines
+    return is_kind and variant.features <= cpu_features()
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """Return the instruction sets that may be used, by the names of Linux, which leaves out what it cannot use."""
     try:
-        return _from_cache(compiler, files)
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return _features_of_macos()
+    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
+
+
+def _features_of_macos() -> frozenset[str]:
+    command = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return frozenset()
+    return frozenset(said.lower().split())
+
+
+def file_name(variant: Variant) -> str:
+    """Return the name of a variant's library, which changes with the sources and the flags."""
+    text = b"".join(file.read_bytes() for file in sorted(SOURCE.iterdir()) if file.suffix in (".c", ".h"))
+    key = hashlib.sha256(text + " ".join(_flags(variant)).encode()).hexdigest()[:16]
+    return f"network-{variant.name}-{key}.so"
+
+
+def _flags(variant: Variant) -> tuple[str, ...]:
+    return (*FLAGS, *variant.flags, *shlex.split(os.environ.get("RLCB_KERNEL_FLAGS", "")))
+
+
+def _built(variant: Variant) -> ctypes.CDLL | None:
+    """Return the library that came with the package, or None."""
+    return _loaded(BUILT / file_name(variant))
+
+
+def _loaded(library: Path) -> ctypes.CDLL | None:
+    if not _is_whole(library):
+        return None
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:  # another machine with another C library may have compiled it
+        return None
+
+
+def compiler() -> str | None:
+    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+def _compiled_here(variant: Variant) -> ctypes.CDLL | None:
+    """Return the library from the user's cache, compiled first if it is not there; None without a compiler."""
+    command = compiler()
+    if command is None:
+        return None
+    try:
+        return _from_cache(command, variant)
     except subprocess.SubprocessError:
         return None
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         problem = error
     try:
         with tempfile.TemporaryDirectory() as folder:
-            library = ctypes.CDLL(str(_compiled(compiler, files[0], folder)))
+            library = ctypes.CDLL(str(compile_to(Path(folder), variant, command)))
     except (OSError, subprocess.SubprocessError):
         return None
     _say_once(problem)
     return library
 
 
-def _from_cache(compiler: str, files: Sequence[Path]) -> ctypes.CDLL:
-    """Return the library for these sources and this CPU; compile it if the cache has none that can be loaded."""
-    text = b"".join(file.read_bytes() for file in files)
-    key = hashlib.sha256(text + " ".join((compiler, *_flags(), _cpu())).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_cluster_benchmark"
-    library = cache / f"{files[0].stem}-{key}.so"
-    if _is_whole(library):
-        with contextlib.suppress(OSError):  # another machine with another C library may have compiled it
-            return ctypes.CDLL(str(library))
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for leftover in cache.glob(f"{TEMPORARY}*"):  # folders of processes that were killed while they compiled
+def _from_cache(command: str, variant: Variant) -> ctypes.CDLL:
+    by = hashlib.sha256(command.encode()).hexdigest()[:8]
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_cluster_benchmark"
+    library = cache_folder / f"{by}-{file_name(variant)}"
+    loaded = _loaded(library)
+    if loaded is not None:
+        return loaded
+    cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for leftover in cache_folder.glob(f"{TEMPORARY}*"):  # folders of processes that were killed while they compiled
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime > 2 * COMPILE_SECONDS:
                 shutil.rmtree(leftover)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=TEMPORARY) as folder:
-        built = _compiled(compiler, files[0], folder)
-        _seal(built)
-        os.replace(built, library)  # atomic: other processes may be compiling the same library now
+    with tempfile.TemporaryDirectory(dir=cache_folder, prefix=TEMPORARY) as folder:
+        os.replace(compile_to(Path(folder), variant, command), library)  # atomic: others may be compiling it, too
     return ctypes.CDLL(str(library))
 
 
-def _flags() -> tuple[str, ...]:
-    """Return the compiler flags, those of RLCB_KERNEL_FLAGS included."""
-    return (*FLAGS, *shlex.split(os.environ.get("RLCB_KERNEL_FLAGS", "")))
-
-
-def _compiled(compiler: str, source: Path, folder: str) -> Path:
-    built = Path(folder, "built.so")
-    command = [compiler, *_flags(), str(source), "-o", str(built)]
-    own_files = os.environ | {"TMPDIR": folder}  # so the compiler's temporary files are removed with the folder
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, env=own_files)
+def compile_to(folder: Path, variant: Variant, command: str) -> Path:
+    """Compile a variant into a folder and return the file, with its own hash at the end."""
+    built = folder / file_name(variant)
+    words = [command, *_flags(variant), str(SOURCE / "network.c"), "-o", str(built), "-lm"]
+    own_files = os.environ | {"TMPDIR": str(folder)}  # so the compiler's temporary files are removed with the folder
+    subprocess.run(words, check=True, capture_output=True, timeout=COMPILE_SECONDS, env=own_files)
+    _seal(built)
     return built
+
+
+def build_all(folder: Path) -> Iterator[Path]:
+    """Compile every variant for this kind of CPU into a folder, whatever this CPU can run: for wheels."""
+    command = compiler()
+    if command is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for variant in VARIANTS:
+        if not variant.machines or platform.machine() in variant.machines:
+            yield compile_to(folder, variant, command)
 
 
 def _seal(library: Path) -> None:
@@ -110,12 +232,3 @@ def _say_once(problem: Exception) -> None:
             "XDG_CACHE_HOME to a folder that can be written.",
             flush=True,
         )
-
-
-def _cpu() -> str:
-    """Return the CPU's instruction sets, which are part of the cache key because of -march=native."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line for line in lines if line.startswith("flags")), platform.machine())

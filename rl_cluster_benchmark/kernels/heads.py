@@ -1,7 +1,6 @@
-"""The policy and value heads in C (heads.c): choosing actions here, training in minibatch_pass.py.
+"""The policy and value heads in C (source/heads.h): choosing actions here, training in minibatch_pass.py.
 
-heads.c is compiled where there is a compiler, and not compared with torch at run time as the networks are: it is plain
-C, the same for every CPU, and tests/unit/kernels/test_heads.py compares it with the formulas in torch.
+They are not compared with torch at run time as the networks are: tests/unit/kernels/test_heads.py does that.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Choice = tuple[NDArray[Any], ...]
 
 
 class Heads(ctypes.Structure):
-    """The sizes of the two heads and the addresses of their weights: `Heads` in heads.c."""
+    """The sizes of the two heads and the addresses of their weights: `Heads` in heads.h."""
 
     _fields_ = (
         ("width", ctypes.c_long),
@@ -41,7 +40,7 @@ class Heads(ctypes.Structure):
 
 
 class ObjectiveInC(ctypes.Structure):
-    """The coefficients of the losses of PPO or A2C: `Objective` in heads.c."""
+    """The coefficients of the losses of PPO or A2C: `Objective` in heads.h."""
 
     _fields_ = (
         ("advantage_mean", ctypes.c_float),
@@ -89,15 +88,15 @@ def compiled() -> ctypes.CDLL:
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    library = build.load("heads.c", ["pass.h"])
-    if library is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_long
-        library.heads_act.argtypes = [pointer, number, *[pointer] * 5]
-        library.heads_pass.argtypes = [pointer, number, number, pointer, pointer]
-        library.heads_act.restype = library.heads_pass.restype = None
-        library.minibatch_add.argtypes = [pointer, pointer, pointer, number, number, pointer, ctypes.c_int]
-        library.minibatch_take.argtypes = [pointer, pointer, pointer, pointer, number, pointer, ctypes.c_int]
-        library.minibatch_add.restype = library.minibatch_take.restype = number
+    loaded = build.load()
+    if loaded is None:
+        return None
+    library, pointer, number = loaded.code, ctypes.c_void_p, ctypes.c_long
+    library.heads_act.argtypes = [pointer, number, *[pointer] * 5]
+    library.heads_act.restype = None
+    library.minibatch_add.argtypes = [pointer, pointer, pointer, number, number, pointer, ctypes.c_int]
+    library.minibatch_take.argtypes = [pointer, pointer, pointer, pointer, number, pointer, ctypes.c_int]
+    library.minibatch_add.restype = library.minibatch_take.restype = number
     return library
 
 

@@ -1,6 +1,6 @@
 """A minibatch of PPO or A2C in C, from the observations to the losses and back.
 
-heads.c calls the network in network.c or nature.c. A worker's own samples are one call, and all the pieces of shared
+heads.h calls the network. A worker's own samples are one call, and all the pieces of shared
 work that it gets are another: between two passes of the network, which push everything else out of the cache, Python
 code takes as long as several samples.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,7 +23,7 @@ MOST_IN_A_CALL = 512  # samples; Python handles a signal only after the call
 
 
 class Vector(ctypes.Structure):
-    """The addresses that passes add gradients and statistics to: `Vector` in heads.c."""
+    """The addresses that passes add gradients and statistics to: `Vector` in heads.h."""
 
     _fields_ = (
         ("trunk", ctypes.c_void_p),
@@ -60,8 +61,6 @@ class _Minibatch(ctypes.Structure):
         ("heads", heads.Heads),
         ("objective", heads.ObjectiveInC),
         *((name, ctypes.c_void_p) for name in ("actions", "log_probs", "values", "advantages", "returns", "valid")),
-        ("rows", ctypes.c_void_p),
-        ("to", ctypes.c_void_p),
     )
 
 
@@ -69,8 +68,8 @@ class _Trunk(ctypes.Structure):
     _fields_ = (
         ("network", ctypes.c_void_p),
         ("train", ctypes.c_void_p),
+        ("threads", ctypes.c_int),
         ("observations", ctypes.c_void_p),
-        ("most", ctypes.c_long),
         ("row_inputs", ctypes.c_void_p),
         ("row_slopes", ctypes.c_void_p),
         ("features", ctypes.c_long),
@@ -84,21 +83,21 @@ class MinibatchInC:
 
     def __init__(
         self, trunk: NativeTrunk, observations: Tensor, of_heads: heads.Heads, objective: heads.ObjectiveInC,
-        targets: Sequence[Tensor], *, most: int, rows: HiddenRows | None,
+        targets: Sequence[Tensor], *, rows: HiddenRows | None,
     ) -> None:  # fmt: skip
         """Prepare a minibatch whose samples are rows of this batch.
 
         `targets` are the actions, log-probabilities, values, advantages, returns and weights of all samples of the
-        batch. A pass takes at most `most` samples. It writes a row for each of them to the hidden layer's `rows`, or,
-        where that is None, adds to the gradient of the hidden layer's weights.
+        batch. A pass writes a row for each sample to the hidden layer's `rows`, or, where that is None, adds to the
+        gradient of the hidden layer's weights.
         """
         assert observations.is_contiguous()
         places = (*heads.pointers(rows), rows.inputs.shape[1], rows.slopes.shape[1]) if rows else (None, None, 0, 0)
         self.seconds = trunk.seconds
         self._network, self._kept = trunk, (observations, rows, targets)  # the code in C has their addresses only
         self._minibatch = _Minibatch(of_heads, objective, *heads.pointers(targets))
-        addresses = (*trunk.entry_points, observations.data_ptr(), most, *places, ctypes.addressof(self.seconds))
-        self._trunk = _Trunk(*addresses)
+        network, places = (*trunk.entry_points, torch.get_num_threads()), (observations.data_ptr(), *places)
+        self._trunk = _Trunk(*network, *places, ctypes.addressof(self.seconds))
 
     def write(self, rows: NDArray[np.int64], place: int, vector: int) -> None:
         """Write the gradient of the samples in these rows to the vector at address `vector`; of no samples, zeros.

@@ -73,7 +73,7 @@ class MinibatchGradients:
         in_c, trunk = objective.in_c, model.native_trunk
         if in_c is None or trunk is None or not heads.suit(model.policy_head, learner.flat.device):
             return TorchPasses(learner, self.hyper, self.micro_batch, batch, moments, objective)
-        return PassesInC(learner, self.hyper, self.micro_batch, batch, moments, in_c, trunk)
+        return PassesInC(learner, self.hyper, batch, moments, in_c, trunk)
 
 
 class MinibatchPasses(Protocol):
@@ -147,9 +147,8 @@ class PassesInC:
     SMALLEST_PIECE = SMALLEST_PIECE_IN_C
 
     def __init__(
-        self, learner: Learner, hyper: TrainingConfig, micro_batch: int, batch: Batch, moments: Moments, loss: LossInC,
-        trunk: NativeTrunk,
-    ) -> None:  # fmt: skip
+        self, learner: Learner, hyper: TrainingConfig, batch: Batch, moments: Moments, loss: LossInC, trunk: NativeTrunk
+    ) -> None:
         self.vectors = learner.vectors_in_c
         objective = heads.ObjectiveInC(
             moments.advantage_mean,
@@ -163,7 +162,7 @@ class PassesInC:
         targets = (batch.actions, batch.log_probs, batch.values, batch.advantages, batch.returns, batch.valid)
         in_c = heads.Heads.of(learner.model.policy_head, learner.model.value_head)
         rows = learner.hidden.rows if learner.hidden else None
-        self.minibatch = MinibatchInC(trunk, batch.observations, in_c, objective, targets, most=micro_batch, rows=rows)
+        self.minibatch = MinibatchInC(trunk, batch.observations, in_c, objective, targets, rows=rows)
 
     def write(self, rows: NDArray[np.int64], place: int) -> None:
         self.minibatch.write(rows, place, self.vectors.address(0))

@@ -34,6 +34,7 @@ class Plan:
     engine: str  # what computes the network: native or torch
     micro_batch: int
     balance: float  # share of a minibatch that goes to whichever worker is free
+    variant: str = ""  # of the C code, once it is loaded
     num_learners: int = 0  # IMPALA's, outside sequential mode; num_workers then counts its actors
 
     def shares_work(self, config: Config) -> bool:
@@ -51,7 +52,7 @@ class Plan:
             lines.append(self._workers_line(config))
         lines.append(
             f"Threads: {self.num_threads} | Precision: {self.precision} ({self.precision_reason}) | "
-            f"Network: {self.engine} | Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
+            f"Network: {self.engine_line} | Micro-batch: {self.micro_batch} | Layout: {config.hardware.memory_format}"
         )
         busy = (self.num_workers + self.num_learners) * self.num_threads
         spare = 1 if self.num_learners else 0  # some actors and learners wait: one more than there are cores is good
@@ -62,6 +63,10 @@ class Plan:
                 f"{flag} {max(1, machine.usable_cores - self.num_learners)} would be faster."
             )
         return lines
+
+    @property
+    def engine_line(self) -> str:
+        return f"{self.engine} ({self.variant})" if self.variant else self.engine
 
     def _workers_line(self, config: Config) -> str:
         pinned = "pinned to cores" if self.cores[0] is not None else "not pinned"
@@ -88,16 +93,18 @@ def resolve(config: Config) -> tuple[Config, Plan]:
 
 def compiled(config: Config, plan: Plan) -> Plan:
     """Compile the C code, once for all workers, and return the plan, with torch as engine if that did not succeed."""
-    from rl_cluster_benchmark.kernels import heads, native_network, pooling
+    from rl_cluster_benchmark.kernels import build, native_network
 
-    heads.available()
-    pooling.available()
+    library = build.load()
     architecture = "impala" if config.model.architecture == "auto" else config.model.architecture
-    if plan.engine == "native" and not native_network.available(architecture):
-        if config.hardware.engine == "native":
-            raise UserError("hardware.engine = native needs AMX or AVX512-BF16 and a C compiler; see rlcb doctor.")
-        return dataclasses.replace(plan, engine="torch")
-    return plan
+    if plan.engine == "torch":
+        return plan
+    if library is not None and native_network.available(architecture):
+        return dataclasses.replace(plan, variant=library.variant.name)
+    if config.hardware.engine == "native":
+        raise UserError("hardware.engine = native needs a C compiler, or a wheel with compiled code; see rlcb doctor.")
+    precision, reason = _precision(config, plan.machine, "torch")
+    return dataclasses.replace(plan, engine="torch", precision=precision, precision_reason=reason)
 
 
 def plan(config: Config) -> Plan:
@@ -105,7 +112,8 @@ def plan(config: Config) -> Plan:
     machine = detection.detect()
     num_workers = _num_workers(config, machine)
     threads = config.hardware.num_threads or (machine.usable_cores if config.is_sequential else 1)
-    precision, reason = _precision(config, machine)
+    engine = _engine(config)
+    precision, reason = _precision(config, machine, engine)
     num_learners = 0
     machines = config.num_machines
     if config.traits.has_actors:
@@ -124,10 +132,10 @@ def plan(config: Config) -> Plan:
         places(config.parallel.pin, num_workers + num_learners, threads, machine),
         precision,
         reason,
-        _engine(config, threads, precision),
+        engine,
         min(per_pass, share),
         _balance(config, num_workers),
-        num_learners,
+        num_learners=num_learners,
     )
 
 
@@ -140,7 +148,7 @@ def _num_workers(config: Config, machine: Machine) -> int:
     return config.parallel.num_workers or most
 
 
-def _precision(config: Config, machine: Machine) -> tuple[str, str]:
+def _precision(config: Config, machine: Machine, engine: str) -> tuple[str, str]:
     """Return the precision to use and the reason for it."""
     if not config.env.has_images:
         return "float32", "small vectors"
@@ -148,22 +156,23 @@ def _precision(config: Config, machine: Machine) -> tuple[str, str]:
         return config.hardware.precision, "set"
     if config.hardware.device != "cpu":
         return "float32", "auto is float32 on cuda"
+    if engine == "native":
+        return "float32", "the network in C computes in it"
     if machine.fast_bfloat16:
         return "bfloat16", f"the CPU has {machine.fast_bfloat16}"
     return "float32", "no AMX or AVX512-BF16"
 
 
-def _engine(config: Config, threads: int, precision: str) -> str:
+def _engine(config: Config) -> str:
     """Return what is to compute the network: native or torch. Whether native works is known only after compilation."""
     suits = {
-        "precision bfloat16": precision == "bfloat16",
-        "one thread per process": threads == 1,
+        "hardware.precision float32 or auto": config.hardware.precision != "bfloat16",
         "hardware.device cpu": config.hardware.device == "cpu",
         "hardware.memory_format channels_last": config.hardware.memory_format == "channels_last",
         "the IMPALA-CNN or the Nature-CNN": config.env.has_images and config.model.architecture != "mlp",
-        "1 to 3 stages with channels in multiples of 16": config.model.architecture == "nature"
+        "1 to 4 stages with channels in multiples of 16": config.model.architecture == "nature"
         or (
-            len(config.model.channels) <= 3
+            len(config.model.channels) <= 4
             and all(channels % 16 == 0 and channels <= 256 for channels in config.model.channels)
         ),
         "model.hidden_size in multiples of 32": config.model.hidden_size % 32 == 0,
@@ -213,4 +222,4 @@ def acting(config: Config, plan: Plan) -> tuple[torch.dtype, str]:
     """Return the precision and the engine of IMPALA's actors outside sequential mode."""
     asked = config.impala.inference_precision
     precision = plan.precision if asked == "same" or not config.env.has_images else asked
-    return dtype(precision), plan.engine if precision == "bfloat16" else "torch"
+    return dtype(precision), plan.engine if precision == plan.precision else "torch"

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.kernels.native_network import NativeTrunk, make_trunk
-from rl_cluster_benchmark.kernels.pooling import max_pool
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 NATURE_CONVS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # output channels, kernel, stride
@@ -115,7 +114,7 @@ class ConvStage(nn.Module):
         self.block1 = ResidualBlock(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = max_pool(self.conv(x))
+        x = F.max_pool2d(self.conv(x), kernel_size=3, stride=2, padding=1)
         return self.block1(self.block0(x))
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from rl_cluster_benchmark.env import environments
-from rl_cluster_benchmark.kernels import minibatch_pass, native_network, pooling
+from rl_cluster_benchmark.kernels import minibatch_pass, native_network
 from rl_cluster_benchmark.nets.models import ActorCritic
 from rl_cluster_benchmark.profiling.stages import BACKWARD, FORWARD, INFERENCE
 
-PACKING = "native network: weights to bfloat16"
+PACKING = "native network: transforming the weights"
 LOSSES, WHOLE_PASS = "C heads and losses", "native network: forward, losses and backward"
 # (class or module, function, name of its row in the report)
 IN_C = (
@@ -26,8 +26,6 @@ IN_C = (
     (native_network.NativeTrunk, "backward", "native network: backward"),
     (native_network.NativeTrunk, "_pack", PACKING),
     (minibatch_pass.MinibatchInC, "call", WHOLE_PASS),
-    (pooling, "_forward", "C max-pooling: forward"),
-    (pooling, "_backward", "C max-pooling: backward"),
     (environments.EnvPoolEnv, "step", "EnvPool: step"),
 )
 

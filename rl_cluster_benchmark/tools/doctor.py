@@ -105,13 +105,19 @@ def _games() -> Iterator[Finding]:
 
 def _kernels() -> Finding:
     try:
-        from rl_cluster_benchmark.kernels import heads, native_network, pooling
+        from rl_cluster_benchmark.kernels import build, native_network
+
+        library = build.load()
     except ImportError:
         return Finding("C kernels", WARNING, "need torch")
-    if heads.available() and pooling.available():
-        native = all(native_network.available(architecture) for architecture in native_network.SOURCES)
-        rest = "and the native networks" if native else "(no native network: it needs AVX512-BF16 or AMX)"
-        return Finding("C kernels", OK, f"heads compiled; max-pooling {rest}: compiled, and checked against torch")
+    except UserError as error:
+        return Finding("C kernels", PROBLEM, str(error))
+    if library is not None:
+        wrong = [name for name in native_network.SOURCES if not native_network.available(name)]
+        if not wrong:
+            return Finding("C kernels", OK, f"{library.variant.name}: checked against torch")
+        found = f"{library.variant.name}: differs from torch for {', '.join(wrong)}, which torch will compute"
+        return Finding("C kernels", PROBLEM, found, "set CC to another compiler")
     return Finding("C kernels", WARNING, "not used: training is slower", "install a C compiler (apt-get install gcc)")
 
 

@@ -14,7 +14,6 @@ from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Sh
 from rl_cluster_benchmark.execution.messages import BadNumbers, EpisodesEnded
 from rl_cluster_benchmark.experience.rewards import DiscountedReturns
 from rl_cluster_benchmark.experience.rollout import Collector
-from rl_cluster_benchmark.kernels import pooling
 from rl_cluster_benchmark.learning import bad_numbers
 from rl_cluster_benchmark.learning.learner import move_parameters
 from rl_cluster_benchmark.machine import planning
@@ -32,7 +31,6 @@ def act(
 ) -> None:  # fmt: skip
     """Fill page after page with unrolls made with the newest weights, until the run ends."""
     config, plan, store, board, clock = shared.config, shared.plan, shared.store(), shared.board(), keeper.clock
-    pooling.available()  # checked before time counts
     env_ids = shared.shards[actor]
     incarnation = progress["updates"] + restarts * INCARNATIONS
     try:

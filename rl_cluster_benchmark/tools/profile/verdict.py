@@ -81,13 +81,16 @@ def _faster_network(profile: Profile, config: Config, machine: Machine) -> str:
         reached = f"Its backward pass reaches {rate.gflops:.0f} GFLOP/s in each process"
         if rate.of_peak is not None:
             reached += f", {rate.of_peak:.0%} of what matrix multiplication reaches there in {profile.precision}"
+            if profile.engine == "native":
+                reached += " (operations as plain convolutions would need them; the C code needs fewer)"
         reached += ". "
     steps = []
-    if profile.precision == "float32" and machine.fast_bfloat16 and config.env.game is not None:
+    is_float32 = profile.engine == "torch" and profile.precision == "float32"
+    if is_float32 and machine.fast_bfloat16 and config.env.game is not None:
         steps.append(f"hardware.precision=bfloat16 (the CPU has {machine.fast_bfloat16})")
     if config.is_sequential and machine.usable_cores > 1:
         steps.append("--mode parallel (a process on each core instead of threads)")
-    elif profile.engine == "torch" and profile.precision == "bfloat16" and config.hardware.engine == "torch":
+    elif profile.engine == "torch" and config.hardware.engine == "torch":
         steps.append("hardware.engine=native (the network in C)")
     if len(profile.processes) * profile.threads < machine.usable_cores:
         steps.append(f"all {machine.usable_cores} cores instead of {len(profile.processes) * profile.threads}")

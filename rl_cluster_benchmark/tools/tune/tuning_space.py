@@ -162,10 +162,7 @@ class TuningSpace:
         return list(dict.fromkeys([own, *found]))
 
     def _arithmetic(self) -> list[dict[str, Any]]:
-        options: list[dict[str, Any]] = [{}, {"hardware.engine": "torch"}]
-        if self.config.hardware.precision == "auto" and self.machine.fast_bfloat16:
-            options.append({"hardware.precision": "float32"})
-        return options
+        return [{}, {"hardware.engine": "torch"}]
 
     def _micro_batches(self) -> list[dict[str, Any]]:
         is_small = self.config.env.game is None  # the whole batch in one pass

@@ -1,6 +1,5 @@
 /* The policy head and the value head: choosing actions, and, in training passes of PPO and A2C, the losses of each
- * sample and their gradient at the heads and the features. Also whole minibatches, for which this code calls the
- * network.
+ * sample and their gradient at the heads and the features. Also whole minibatches, for which this code calls the network.
  *
  * In torch this part of a training pass takes some sixty small operations. Between two passes of the network, which
  * push everything else out of the cache, they take as long as the network takes for one or two images; here,
@@ -9,14 +8,10 @@
  * The formulas are those of experience/rollout.py, algorithms/ppo.py, algorithms/a2c.py and learning/network_pass.py.
  * Everything is float32; weights are [outputs, features].
  */
-#include <math.h>
-#include <string.h>
 #include <unistd.h>
 
-#include "pass.h"
-
 #define MAX_ACTIONS 256
-#define INLINE static inline __attribute__((always_inline))
+#define STATISTICS 5
 
 typedef struct {
     float advantage_mean, advantage_scale; /* advantages are normalised with these */
@@ -39,16 +34,21 @@ typedef struct {
     long sizes[2];
 } Vector;
 
-/* A minibatch: data of all samples of the batch, [T * N] each; and for the current pass, its samples' rows in the
- * batch and the vector that it adds to. */
+/* A minibatch: data of all samples of the batch, [T * N] each. */
 typedef struct {
     Heads heads;
     Objective objective;
     const int64_t *actions;
     const float *log_probs, *values, *advantages, *returns, *valid;
-    const int64_t *rows;
-    const Vector *to;
 } Minibatch;
+
+/* Some samples of a minibatch: their rows in the batch; and what is written for each of them, the slopes of the loss at the
+ * logits and the value, and the statistics. */
+typedef struct {
+    const Minibatch *minibatch;
+    const int64_t *rows;
+    float *written;
+} Samples;
 
 typedef struct {
     float loss, slope;
@@ -122,26 +122,25 @@ INLINE Sloped value_loss(const Objective *to, float value, float old_value, floa
     return (Sloped){0.5f * larger(loss, clipped), is_flat ? 0 : error};
 }
 
-/* For `count` samples of the pass, from number `first` on, with these features: add to the gradients of the heads and
- * to the five statistics, and write the gradient of the features. */
+/* For `count` samples of a pass, from number `first` on, with these features: write their slopes and statistics, and the
+ * gradient of the features. Threads may do so for different samples at the same time. */
 Losses heads_pass;
 void heads_pass(const void *context, long first, long count, const float *features, float *features_gradient) {
-    const Minibatch *minibatch = context;
+    const Samples *samples = context;
+    const Minibatch *minibatch = samples->minibatch;
     const Heads *heads = &minibatch->heads;
     const Objective *to = &minibatch->objective;
-    const int64_t *actions = minibatch->actions;
-    const Vector *sum = minibatch->to;
-    float *statistics = sum->statistics;
     const long width = heads->width, num_actions = heads->num_actions;
     float log_policy[MAX_ACTIONS], policy[MAX_ACTIONS];
     for (long i = 0; i < count; i++) {
-        const long row = minibatch->rows[first + i];
+        const long row = samples->rows[first + i], action = minibatch->actions[row];
         const float *x = features + i * width, weight = minibatch->valid[row] / to->num_samples;
+        float *slopes = samples->written + (first + i) * (num_actions + 1 + STATISTICS), *statistics = slopes + num_actions + 1;
         float *gradient = features_gradient + i * width, entropy = 0;
         logits_of(heads, x, log_policy);
         log_softmax(num_actions, log_policy, policy);
         for (long j = 0; j < num_actions; j++) entropy -= policy[j] * log_policy[j];
-        const float log_prob = log_policy[actions[row]], value = value_of(heads, x);
+        const float log_prob = log_policy[action], value = value_of(heads, x);
         const float log_ratio = log_prob - minibatch->log_probs[row], ratio = expf(log_ratio);
         const float advantage = (minibatch->advantages[row] - to->advantage_mean) / to->advantage_scale;
         const Sloped of_policy = policy_loss(to, advantage, log_prob, ratio);
@@ -149,58 +148,71 @@ void heads_pass(const void *context, long first, long count, const float *featur
         const float along_log_prob = weight * of_policy.slope, along_value = to->value_coefficient * weight * of_value.slope;
         const float along_entropy = -to->entropy_coefficient * weight;
 
+        slopes[num_actions] = along_value;
         for (long k = 0; k < width; k++) gradient[k] = along_value * heads->value_weight[k];
-        add_scaled(width, along_value, x, sum->value_weight);
-        sum->value_bias[0] += along_value;
         /* With p the policy and H its entropy, d log p_a / d logit_j = [a = j] - p_j, d H / d logit_j = -p_j (log p_j + H). */
         for (long j = 0; j < num_actions; j++) {
-            float slope = -policy[j] * (along_log_prob + along_entropy * (log_policy[j] + entropy));
-            if (j == actions[row]) slope += along_log_prob;
-            add_scaled(width, slope, heads->policy_weight + j * width, gradient);
-            add_scaled(width, slope, x, sum->policy_weight + j * width);
-            sum->policy_bias[j] += slope;
+            slopes[j] = -policy[j] * (along_log_prob + along_entropy * (log_policy[j] + entropy));
+            if (j == action) slopes[j] += along_log_prob;
+            add_scaled(width, slopes[j], heads->policy_weight + j * width, gradient);
         }
-        statistics[0] += weight * of_policy.loss;
-        statistics[1] += weight * of_value.loss;
-        statistics[2] += weight * entropy;
-        statistics[3] += weight * (ratio - 1 - log_ratio);
-        statistics[4] += to->clip_range >= 0 && fabsf(ratio - 1) > to->clip_range ? weight : 0;
+        statistics[0] = weight * of_policy.loss;
+        statistics[1] = weight * of_value.loss;
+        statistics[2] = weight * entropy;
+        statistics[3] = weight * (ratio - 1 - log_ratio);
+        statistics[4] = to->clip_range >= 0 && fabsf(ratio - 1) > to->clip_range ? weight : 0;
     }
 }
 
-/* ---- A minibatch, the network included, which is in another library ----------------------------------------------------- */
+/* Add to the gradients of the heads and to the statistics what was written for these samples, one after the other. */
+static void add_to_heads(const Samples *samples, long count, const float *features, const Vector *to) {
+    const long width = samples->minibatch->heads.width, num_actions = samples->minibatch->heads.num_actions;
+    const float *slopes = samples->written;
+    for (long i = 0; i < count; i++, features += width, slopes += num_actions + 1 + STATISTICS) {
+        for (long j = 0; j < num_actions; j++) {
+            add_scaled(width, slopes[j], features, to->policy_weight + j * width);
+            to->policy_bias[j] += slopes[j];
+        }
+        add_scaled(width, slopes[num_actions], features, to->value_weight);
+        to->value_bias[0] += slopes[num_actions];
+        for (int j = 0; j < STATISTICS; j++) to->statistics[j] += slopes[num_actions + 1 + j];
+    }
+}
+
+/* ---- A minibatch, the network included ------------------------------------------------------------------------------- */
 
 typedef struct {
     void *network;
     Train *train;
+    int threads;
     const uint8_t *observations;
-    long most;                          /* samples of a pass, at most */
-    uint16_t *row_inputs, *row_slopes;  /* rows of the hidden layer, one for each sample of the minibatch, or NULL */
-    long features, width;               /* lengths of these rows */
+    float *row_inputs, *row_slopes; /* rows of the hidden layer, one for each sample of the minibatch, or NULL */
+    long features, width;           /* lengths of these rows */
     double *seconds;
 } Trunk;
 
 /* Add the gradient of `count` samples, whose first is number `place` of the minibatch, to a vector, which is cleared
  * first if `clear`. Returns `count`; -1 if there is no memory. */
-long minibatch_add(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, long count, long place, const Vector *to,
+long minibatch_add(const Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, long count, long place, const Vector *to,
                    int clear) {
-    minibatch->to = to;
     for (int i = 0; i < 2 && clear; i++) memset(to->written[i], 0, sizeof(float) * to->sizes[i]);
-    for (long start = 0; start < count; start += trunk->most) {
-        const long some = count - start < trunk->most ? count - start : trunk->most, row = place + start;
-        minibatch->rows = rows + start;
-        if (!trunk->train(trunk->network, trunk->observations, minibatch->rows, (int)some, heads_pass, minibatch, to->trunk,
-                          trunk->row_inputs ? trunk->row_inputs + row * trunk->features : NULL,
-                          trunk->row_slopes ? trunk->row_slopes + row * trunk->width : NULL, trunk->seconds))
-            return -1;
-    }
-    return count;
+    if (!count) return 0;
+    const long width = minibatch->heads.width, written = minibatch->heads.num_actions + 1 + STATISTICS;
+    float *features = malloc(sizeof(float) * count * (width + written));
+    if (!features) return -1;
+    const Samples samples = {minibatch, rows, features + count * width};
+    const int done = trunk->train(trunk->network, trunk->observations, rows, (int)count, trunk->threads, heads_pass, &samples,
+                                  to->trunk, features, trunk->row_inputs ? trunk->row_inputs + place * trunk->features : NULL,
+                                  trunk->row_slopes ? trunk->row_slopes + place * trunk->width : NULL, trunk->seconds);
+    if (done) add_to_heads(&samples, count, features, to);
+    free(features);
+    return done ? count : -1;
 }
 
 /* Take numbers of pieces of shared samples from a pipe until it is empty, and write each piece's gradient to its own
  * vector. Piece i is rows[bounds[i]] to rows[bounds[i + 1] - 1]. Returns the number of samples; -1 if there is no
  * memory. */
-long minibatch_take(Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, const int64_t *bounds, long place,
+long minibatch_take(const Minibatch *minibatch, const Trunk *trunk, const int64_t *rows, const int64_t *bounds, long place,
                     const Vector *vectors, int pipe) {
     long samples = 0;
     for (int64_t i; read(pipe, &i, sizeof i) == sizeof i;) {
