@@ -19,7 +19,7 @@ from torch import Tensor
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.kernels.native_network import NO_MEMORY, HiddenRows, NativeTrunk
 
-MOST_IN_A_CALL = 512  # samples; Python handles a signal only after the call
+MOST_IN_A_CALL = 512  # samples, a multiple of 32 (BLOCK in network.h); Python handles a signal only after the call
 
 
 class Vector(ctypes.Structure):

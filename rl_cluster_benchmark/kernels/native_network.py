@@ -272,8 +272,8 @@ def _gradients_in_one_call(
 
 
 def impala_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
-    """Return the features of the IMPALA-CNN with these weights and biases, computed by torch in float32."""
-    x = observations.permute(0, 3, 1, 2).float() / 255
+    """Return the features of the IMPALA-CNN with these weights and biases, computed by torch in their precision."""
+    x = observations.permute(0, 3, 1, 2).to(parameters[0].dtype) / 255
     *convs, hidden = zip(parameters[0::2], parameters[1::2], strict=True)
     for first in range(0, len(convs), 5):
         x = F.max_pool2d(F.conv2d(x, *convs[first], padding=1), kernel_size=3, stride=2, padding=1)
@@ -284,7 +284,7 @@ def impala_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tenso
 
 
 def nature_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
-    x = observations.permute(0, 3, 1, 2).float() / 255
+    x = observations.permute(0, 3, 1, 2).to(parameters[0].dtype) / 255
     *convs, hidden = zip(parameters[0::2], parameters[1::2], strict=True)
     for conv, stride in zip(convs, (4, 2, 1), strict=True):
         x = F.conv2d(x, *conv, stride=stride).relu()

@@ -7,6 +7,14 @@ import torch
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.learning.minibatch import PassesInC, TorchPasses
 
+STATISTICS = 5  # of a sample
+
+
+class Samples(ctypes.Structure):
+    """`Samples` in heads.h."""
+
+    _fields_ = (("minibatch", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("written", ctypes.c_void_p))
+
 
 class HeadsInC:
     """The structure that PassesInC hands to the code in C, behind any network."""
@@ -15,16 +23,18 @@ class HeadsInC:
         class NoNetwork:
             entry_points, seconds = (0, 0), (ctypes.c_double * 3)()
 
-        in_c = PassesInC(learner, hyper, 1, batch, moments, loss, NoNetwork())
+        in_c = PassesInC(learner, hyper, batch, moments, loss, NoNetwork())
         self._kept, self._minibatch = in_c, in_c.minibatch._minibatch
 
     def __call__(self, features, rows, vector):
         """Add to the vector's gradients of the heads and statistics; return the gradient of the features."""
         gradient = torch.empty_like(features)
-        self._minibatch.rows, self._minibatch.to = rows.data_ptr(), vector
-        heads.compiled().heads_pass(
-            ctypes.byref(self._minibatch), 0, len(features), features.data_ptr(), gradient.data_ptr()
-        )
+        written = torch.empty(len(features), self._minibatch.heads.num_actions + 1 + STATISTICS)
+        samples = Samples(ctypes.addressof(self._minibatch), rows.data_ptr(), written.data_ptr())
+        code, count = heads.compiled(), ctypes.c_long(len(features))
+        places = [ctypes.c_void_p(part.data_ptr()) for part in (features, gradient)]
+        code.heads_pass(ctypes.byref(samples), ctypes.c_long(0), count, *places)
+        code.heads_add(ctypes.byref(samples), count, places[0], ctypes.c_void_p(vector))
         return gradient
 
 

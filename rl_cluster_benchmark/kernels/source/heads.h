@@ -165,7 +165,7 @@ void heads_pass(const void *context, long first, long count, const float *featur
 }
 
 /* Add to the gradients of the heads and to the statistics what was written for these samples, one after the other. */
-static void add_to_heads(const Samples *samples, long count, const float *features, const Vector *to) {
+void heads_add(const Samples *samples, long count, const float *features, const Vector *to) {
     const long width = samples->minibatch->heads.width, num_actions = samples->minibatch->heads.num_actions;
     const float *slopes = samples->written;
     for (long i = 0; i < count; i++, features += width, slopes += num_actions + 1 + STATISTICS) {
@@ -204,7 +204,7 @@ long minibatch_add(const Minibatch *minibatch, const Trunk *trunk, const int64_t
     const int done = trunk->train(trunk->network, trunk->observations, rows, (int)count, trunk->threads, heads_pass, &samples,
                                   to->trunk, features, trunk->row_inputs ? trunk->row_inputs + place * trunk->features : NULL,
                                   trunk->row_slopes ? trunk->row_slopes + place * trunk->width : NULL, trunk->seconds);
-    if (done) add_to_heads(&samples, count, features, to);
+    if (done) heads_add(&samples, count, features, to);
     free(features);
     return done ? count : -1;
 }

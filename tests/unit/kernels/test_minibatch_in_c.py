@@ -14,7 +14,7 @@ from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConf
 from rl_cluster_benchmark.execution import hidden_gradient
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.in_step.work_sharing import WorkSharing
-from rl_cluster_benchmark.kernels import minibatch_pass, native_network
+from rl_cluster_benchmark.kernels import build, minibatch_pass, native_network
 from rl_cluster_benchmark.learning.batch import Batch
 from rl_cluster_benchmark.learning.minibatch import Moments, PassesInC
 from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS, Adam
@@ -57,7 +57,7 @@ class SharedWithNobody:
 def make(architecture, *, shared=False):
     torch.manual_seed(0)
     config = ModelConfig(architecture=architecture)
-    model = make_model(config, (64, 64, 3), 15, HardwareConfig(), torch.bfloat16, "native")
+    model = make_model(config, (64, 64, 3), 15, HardwareConfig(), torch.float32, "native")
     torch.nn.init.normal_(model.policy_head.weight, std=0.2)
     sharing = SharedWithNobody(tuple(model.native_trunk.hidden_weights.shape)) if shared else None
     return PPO(Config(), model, env_ids=[0], micro_batch=32, reduce=Alone(), sharing=sharing)
@@ -67,7 +67,7 @@ def gradient(way, ppo, batch, micro_batch=32):
     learner, objective = ppo.on_policy.learner, ppo.objective
     if way is PassByPass:
         return PassByPass(learner, ppo.hyper, micro_batch, batch, MOMENTS, objective)
-    return PassesInC(learner, ppo.hyper, micro_batch, batch, MOMENTS, objective.in_c, learner.model.native_trunk)
+    return PassesInC(learner, ppo.hyper, batch, MOMENTS, objective.in_c, learner.model.native_trunk)
 
 
 def experience():
@@ -102,10 +102,26 @@ def test_is_the_same_as_pass_by_pass(architecture, count, micro_batch):
 
 def test_many_samples_are_several_calls(monkeypatch):
     ppo, found = make("nature"), []
-    for most in (1000, 50):
+    for most in (1024, 32):
         monkeypatch.setattr(minibatch_pass, "MOST_IN_A_CALL", most)
-        gradient(PassesInC, ppo, experience(), micro_batch=25).write(some_rows(110), 0)
+        gradient(PassesInC, ppo, experience()).write(some_rows(110), 0)
         found.append(ppo.on_policy.learner.grad.clone())
+    assert torch.equal(*found)
+
+
+@both
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_threads_change_no_bit(architecture, threads):
+    ppo, found = make(architecture), []
+    for number in (1, threads):
+        torch.set_num_threads(number)
+        try:
+            learner = ppo.on_policy.learner
+            gradient(PassesInC, ppo, experience()).write(some_rows(110), 0)
+            found.append(torch.cat([learner.grad, learner.stats]))
+        finally:
+            torch.set_num_threads(1)
+    assert found[0].any()
     assert torch.equal(*found)
 
 
@@ -131,28 +147,14 @@ def test_pieces_of_shared_work_are_the_same(architecture):
     assert expected[-1].any()
 
 
-@both
-def test_the_code_for_amx_is_the_same_as_pass_by_pass(with_emulated_tiles, architecture):
-    source, emulated = native_network.SOURCES[architecture], with_emulated_tiles(architecture)
-    ppo, found = make(architecture), []
-    model, channels = ppo.on_policy.model, {"impala": [16, 32, 32], "nature": [32, 64, 64]}[architecture]
-    model.native_trunk = native_network._make(emulated, source, (64, 64, 3), channels, list(model.trunk.parameters()))
-    for way in (PassByPass, PassesInC):
-        gradient(way, ppo, experience()).write(some_rows(19), 0)
-        found.append(ppo.on_policy.learner.grad.clone())
-    assert found[0].any()
-    assert torch.equal(*found)
-
-
 def test_a_pass_in_one_call_that_is_wrong_is_noticed():
     """Before the library is used."""
-    source = native_network.SOURCES["impala"]
-    library = native_network._library("impala")
-    assert native_network.agrees_with_torch(library, source)
+    library = build.load().code
+    assert native_network.agrees_with_torch(library, "impala")
     with pytest.MonkeyPatch.context() as patch:
         original = native_network._gradients_in_one_call
         patch.setattr(native_network, "_gradients_in_one_call", lambda *args: [2 * part for part in original(*args)])
-        assert not native_network.agrees_with_torch(library, source)
+        assert not native_network.agrees_with_torch(library, "impala")
 
 
 def test_not_a_number_is_not_lost():
