@@ -152,15 +152,11 @@ def config_from(args: argparse.Namespace) -> Config:
     for flag, text in flags.items():
         is_machines = flag == "--num-workers" and is_distributed(mode)
         overrides["cluster.num_workers" if is_machines else FLAGS[flag][0]] = text
-    if args.num_envs is not None and args.num_envs_per_worker is None:
-        overrides["parallel.num_envs_per_worker"] = None  # the total was asked for; a preset's share does not count
-    if args.num_workers is not None and not is_distributed(mode):
-        overrides["impala.num_actors"] = None  # likewise: a preset's split of the cores
     if preset is not None and own is None and given.get("training.duration_hours") is not None:
         # A preset for toy games ends after seconds: the time that was asked for would never be reached.
         steps_of_preset = configs.load(preset).training.total_timesteps
         overrides.setdefault("training.total_timesteps", max(steps_of_preset, configs.DEFAULT_STEPS))
-    overrides |= assigned
+    overrides = configs.in_place_of_others(overrides | assigned)
     if {"parallel.num_workers", "impala.num_actors", "impala.num_learners"} & overrides.keys():
         overrides.setdefault("impala.split", "given")  # somebody has chosen
     return configs.load(path, configs.AS_IT_WAS | overrides if own else overrides)

@@ -35,6 +35,9 @@ MOVED_KEYS = {"num_envs": "env", "seed": "env", "device": "hardware", "num_threa
 
 DEFAULT_STEPS: int = TrainingConfig.model_fields["total_timesteps"].default
 
+# A key -> another one that says the same in other words, and goes before it where both are set.
+SAID_OTHERWISE = {"env.num_envs": "parallel.num_envs_per_worker", "parallel.num_workers": "impala.num_actors"}
+
 # Overrides for reading the config.yaml of a run: older ones hold a value that is refused today and never had an effect.
 AS_IT_WAS: dict[str, object] = {"env.use_sequential_levels": False}
 
@@ -70,6 +73,17 @@ def merge(data: Mapping[str, Any], overrides: Mapping[str, object]) -> dict[str,
     for dotted, value in overrides.items():
         _assign(merged, home_of(dotted), value)
     return merged
+
+
+def in_place_of_others(overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return overrides that count even where a file says the same in other words: that is put aside.
+
+    A preset may have environments for each worker, or a number of actors. Whoever asks for a number of environments or
+    of workers means that number, unless both are asked for.
+    """
+    asked = {home_of(dotted) for dotted in overrides}
+    aside = {other: None for key, other in SAID_OTHERWISE.items() if key in asked and other not in asked}
+    return {**overrides, **aside}
 
 
 def refuse_section(key: str) -> None:

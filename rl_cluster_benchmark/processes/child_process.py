@@ -40,6 +40,7 @@ class ChildProcess:
         this process ignores them. `options` are for subprocess.Popen.
         """
         die = die_with_parent(at_our_end, told=told)
+        self.output_begins = 0  # the size that the file had before
 
         def settle() -> None:
             die()
@@ -52,6 +53,7 @@ class ChildProcess:
             self.process = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how)
         else:
             with output.open("ab") as file:
+                self.output_begins = os.fstat(file.fileno()).st_size
                 self.process = subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=file, **how)
         self.started = time.monotonic()
         self._told_at: float | None = None
@@ -104,10 +106,13 @@ class ChildProcess:
                     stream.close()
 
 
-def error_in(output: Path) -> str | None:
-    """Return the sentences of the error that a run of this program ended with; None if there are none in its output."""
+def error_in(output: Path, begins: int = 0) -> str | None:
+    """Return the sentences of the error that a run of this program ended with; None if there are none in its output.
+
+    `begins` is the byte of the file with which its output begins, behind that of earlier runs.
+    """
     try:
-        text = output.read_text(encoding="utf-8", errors="replace")[-READ_OF_A_LOG:]
+        text = output.read_bytes()[begins:].decode(errors="replace")[-READ_OF_A_LOG:]
     except OSError:
         return None
     found = re.split(r"^error: ", text, flags=re.MULTILINE)
@@ -119,9 +124,9 @@ def how_it_ended(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def reason_of_failure(output: Path, status: int) -> str:
+def reason_of_failure(output: Path, status: int, begins: int = 0) -> str:
     """Return in one line why a run of this program has failed, from its output or else from its exit status."""
-    sentences = error_in(output)
+    sentences = error_in(output, begins)
     if sentences:
         return sentences.splitlines()[0]
     return f"it {how_it_ended(status)}" + (f"; see {output}" if status >= 0 else "")

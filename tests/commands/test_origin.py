@@ -240,6 +240,29 @@ def test_the_last_checkpoint_of_an_older_run_that_was_interrupted_is_no_final_on
         assert evaluations.last_checkpoint(run, loaded.config, loaded.summary).digest == expected
 
 
+@pytest.mark.parametrize("keeps_steps", [True, False])
+def test_of_a_finished_run_that_goes_on_the_final_checkpoint_is_the_last_until_another_one_is_saved(
+    trained, tmp_path, keeps_steps
+):
+    """It has more steps than those that were saved on the way to it: evaluations of these are of another agent."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    (log,) = run.glob("logs/*/metrics.jsonl")
+    line = json.loads(log.read_text().splitlines()[-1])
+    steps = load_run(run).summary.total_timesteps
+    earlier = sorted((run / "checkpoints").glob("*_step_*.pt"))
+    assert evaluate(run, "eval_final.json") == 0
+    assert evaluate(run, "eval_earlier.json", file=earlier[0].relative_to(run), episodes=20) == 0
+    for file in earlier if not keeps_steps else ():
+        file.unlink()
+    further = {key: line[key] + 1 for key in ("step", "update", "time")}  # it was resumed, and killed before it saved
+    log.write_text(f"{log.read_text()}{json.dumps(line | further)}\n")
+    loaded = load_run(run)
+    assert (loaded.state, loaded.evaluations["all"].num_episodes) == ("interrupted", 10)
+    (left_out,) = loaded.left_out
+    assert left_out.path.name == "eval_earlier.json"
+    assert f"the run's last is at {steps:,.0f})" in left_out.reason
+
+
 def test_a_right_clip_counts_beside_a_wrong_one(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     right = b"GIF89a" + clip_mark(checkpoint.digest_of(run / FINAL), "trained")

@@ -24,6 +24,7 @@ from helpers.processes import is_alive
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Signals
+from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.tools.analysis.runs import is_running, load_run
 from rl_cluster_benchmark.tools.search import search_trials, searching
 from rl_cluster_benchmark.tools.search.sampling import importances, suggest
@@ -204,6 +205,17 @@ def test_trials_whose_environments_depend_on_their_cores_are_refused(tmp_path, c
     assert "num_envs_per_worker = 8 and no number of workers, the environments of a trial would depend on" in error
     for fixed in ({"parallel.num_workers": 2}, {"env.num_envs": 16, "parallel.num_envs_per_worker": None}):
         searching.check_buildable(read_space(write(tmp_path, data | {"set": fixed})))
+
+
+def test_trials_have_the_environments_that_the_space_says_whatever_share_the_preset_gives_each_worker(tmp_path):
+    """`ppo_parallel` has four workers with eight environments each."""
+    data = {key: SPACE[key] for key in ("games", "score")} | {"config": "ppo_parallel", "total_timesteps": 3000}
+    space = read_space(write(tmp_path, data | {"space": {"env.num_envs": [16, 64]}}))
+    trained = {n: planning.resolve(space.config_of({"env.num_envs": n}))[0].env.num_envs for n in (16, 64)}
+    assert trained == {16: 16, 64: 64}
+    data |= {"set": {"env.num_envs": 64}, "space": {"training.gamma": [0.9, 0.99]}}
+    fixed = read_space(write(tmp_path, data)).config_of({"training.gamma": 0.9})
+    assert planning.resolve(fixed)[0].env.num_envs == 64
 
 
 def test_without_optuna_the_command_says_what_to_install(monkeypatch, call):

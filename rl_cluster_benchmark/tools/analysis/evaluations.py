@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 from rl_cluster_benchmark.config.schema import Config
+from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import CLIPS, RunDirectory
 from rl_cluster_benchmark.tools.analysis.run_files import (
@@ -127,19 +129,38 @@ def _read(path: Path, file: Path) -> Evaluation | None:
 
 
 def last_checkpoint(path: Path, config: Config, summary: Summary) -> Checkpoint | None:
-    """Return what the run ended with: as its summary says, or, if that is older than this, the newest file there is."""
+    """Return what the run ended with: as its summary says, or else, of the files that there are, the newest one.
+
+    A final one may be older than those of steps: a run that had finished may have gone on since.
+    """
     if summary.checkpoint is not None:
         return summary.checkpoint
     directory = RunDirectory.of(config.model_copy(update={"output_dir": str(path)}))
-    files = [directory.final_checkpoint(), *directory.step_checkpoints()]
-    if summary.state != "finished":  # a final one is of an end before that, and the run has gone on since
-        files = [*files[1:], files[0]]
-    for file in files:
-        digest = checkpoint.digest_of(file) if is_inside(path, file) else None
-        if digest is not None:
-            name = file.stem.rpartition("_")[2]  # the number of steps, but for a final one
-            return Checkpoint(digest=digest, steps=int(name) if name.isdigit() else summary.total_timesteps)
-    return None
+    final = _named(path, directory.final_checkpoint(), summary.total_timesteps)
+    if final is not None and summary.state == "finished":
+        return final
+    steps = (_named(path, file, int(file.stem.rpartition("_")[2])) for file in directory.step_checkpoints())
+    newest = next((found for found in steps if found is not None), None)
+    made = _steps_in(directory.final_checkpoint(), final.digest) if final is not None else None
+    if newest is not None and (made is None or made < newest.steps):
+        return newest
+    return final if final is None or made is None else Checkpoint(digest=final.digest, steps=made)
+
+
+def _named(path: Path, file: Path, steps: float) -> Checkpoint | None:
+    """Return how a checkpoint of the run at `path` is named; None if there is none in this file."""
+    digest = checkpoint.digest_of(file) if is_inside(path, file) else None
+    return Checkpoint(digest=digest, steps=steps) if digest is not None else None
+
+
+@lru_cache
+def _steps_in(file: Path, digest: str) -> int | None:
+    """Return after how many steps the checkpoint with this digest was written; None if it cannot be read."""
+    try:
+        steps: int = checkpoint.load(file)["progress"]["steps"]
+    except UserError:
+        return None
+    return steps
 
 
 def _require_of_run(evaluation: Evaluation, config: Config, summary: Summary, last: Checkpoint | None) -> None:

@@ -140,7 +140,7 @@ def _call(
     if is_late:
         raise _Failed("the run was ended: it had taken more than twice its time")
     if child.status != 0:
-        raise _Failed(reason_of_failure(progress.log, child.status))
+        raise _Failed(reason_of_failure(progress.log, child.status, child.output_begins))
 
 
 def _finished(directory: Path) -> RunRecord | None:

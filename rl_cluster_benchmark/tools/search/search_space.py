@@ -101,9 +101,10 @@ class SearchSpace(Part):
 
     def config_of(self, params: Params) -> Config:
         """Return the config of a trial, with its first game and seed; raise a UserError if there is none."""
+        chosen = configs.in_place_of_others(params)
         first = {"env.name": next(iter(self.games)), "env.seed": self.seeds[0]}
         try:
-            return configs.build(self.base, {**params, **first}, source="config")
+            return configs.build(self.base, {**chosen, **first}, source="config")
         except UserError as error:
             sentence = str(error).splitlines()[0]
             raise UserError(sentence.removeprefix("config: ").removeprefix("command line: ")) from None

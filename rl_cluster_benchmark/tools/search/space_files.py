@@ -148,7 +148,7 @@ def _base_data(base: Base, game: object, source: str) -> dict[str, Any]:
     path = base.config or configs.preset_of(base.algorithm, base.mode, game)
     data = configs.read_yaml(path) if path is not None else {}
     always = {"training.total_timesteps": base.total_timesteps, "training.duration_hours": None, "output_dir": None}
-    merged = configs.merge(data, {**settings, **top, **always})
+    merged = configs.merge(data, {**configs.in_place_of_others(settings), **top, **always})
     if is_distributed(merged.get("mode")):
         raise UserError(f"{source}: mode = distributed is not allowed; it must be sequential or parallel.")
     return merged

@@ -381,6 +381,27 @@ def test_a_number_of_workers_replaces_a_presets_split_of_the_cores(capsys):
     assert (config.impala.num_actors, config.parallel.num_workers) == (None, 3)
 
 
+@pytest.mark.parametrize(
+    ("args", "envs", "workers"),
+    [
+        (("--set", "env.num_envs=64"), (64, None), (4, None)),
+        (("--set", "training.num_envs=64"), (64, None), (4, None)),
+        (("--set", "parallel.num_envs_per_worker=16"), (64, 16), (4, None)),
+        (("--set", "env.num_envs=64", "--set", "parallel.num_envs_per_worker=16"), (64, 16), (4, None)),
+        (("--num-envs", "64", "--set", "parallel.num_envs_per_worker=16"), (64, 16), (4, None)),
+        (("--set", "parallel.num_workers=2"), (16, 8), (2, None)),
+        (("--config", "impala_procgen", "--set", "parallel.num_workers=3"), (64, None), (3, None)),
+        (("--config", "impala_procgen", "--num-workers=3", "--set", "impala.num_actors=2"), (64, None), (3, 2)),
+        (("--config", "impala_procgen", "--mode=distributed", "--workers-per-node=3"), (64, None), (3, None)),
+    ],
+)
+def test_what_is_asked_for_counts_whatever_a_preset_says_in_other_words(args, envs, workers, capsys):
+    """`ppo_parallel` has four workers with eight environments each, `impala_procgen` as many actors as suit."""
+    config = printed(capsys, "--config", "ppo_parallel", "--mode", "parallel", *args)
+    assert (config.env.num_envs, config.parallel.num_envs_per_worker) == envs
+    assert (config.parallel.num_workers, config.impala.num_actors) == workers
+
+
 def test_workers_auto_is_one_per_core(capsys):
     assert main(["config", "--mode", "parallel", "--num-workers", "auto"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["parallel"]["num_workers"] is None
