@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.processes import watchdog
 
 SECONDS_BETWEEN_BEATS = 1.0
 MISSED_BEATS = 3  # after which a node is suspected, once a connection has broken
@@ -33,7 +34,8 @@ class Membership:
         self._others = list(range(1, len(labels))) if rank == 0 else [0]
         self._beats: dict[int, str] = {}
         self._memory_of: dict[int, int] = {}
-        self._heard_at = dict.fromkeys(self._others, time.monotonic())
+        self._looked_at = self._awake_since = time.monotonic()
+        self._heard_at = dict.fromkeys(self._others, self._looked_at)
         self._left: set[int] = set()
         self._failure: tuple[int, str] | None = None
         self._leaving = threading.Event()
@@ -64,7 +66,7 @@ class Membership:
         if self.rank != 0:
             patience += MISSED_BEATS * SECONDS_BETWEEN_BEATS  # time for the head to find and report who is silent
         deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
+        while self._now() < deadline:
             if self._failure is not None:
                 return TrainingFailedError(self._told_reason())
             time.sleep(0.05)
@@ -115,9 +117,18 @@ class Membership:
 
     def _silences(self) -> list[tuple[int, float]]:
         """Return (node, seconds since its last heartbeat), longest first, without nodes that ended in good order."""
-        now = time.monotonic()
-        silences = [(other, now - self._heard_at[other]) for other in self._others if other not in self._left]
+        now = self._now()
+        heard_at = {other: max(self._heard_at[other], self._awake_since) for other in self._others}
+        silences = [(other, now - heard_at[other]) for other in self._others if other not in self._left]
         return sorted(silences, key=lambda item: -item[1])
+
+    def _now(self) -> float:
+        """Return the time. After a long pause since the last call it was this process that stood still."""
+        now = time.monotonic()
+        if now - self._looked_at > watchdog.OWN_PAUSE:
+            self._awake_since = now  # from which silence counts
+        self._looked_at = now
+        return now
 
     def _talk(self) -> None:
         beat = 0

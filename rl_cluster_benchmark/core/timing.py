@@ -38,20 +38,21 @@ class PhaseClock:
         self._since = 0.0
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        outer = self._switch(name)
+    def phase(self, name: str, *, for_others: bool = False) -> Iterator[None]:
+        """Count the time within the context as this phase; `for_others` says that it is spent waiting for others."""
+        outer = self._switch(name, for_others)
         try:
             yield
         finally:
             self._switch(outer)
 
-    def _switch(self, name: str | None) -> str | None:
+    def _switch(self, name: str | None, for_others: bool = False) -> str | None:
         now = time.perf_counter()
         outer = self._current
         if outer is not None:
             self.seconds[outer] += now - self._since
         self._current, self._since = name, now
-        _told(name == "waiting")
+        _told(for_others or name == "waiting")
         if observer is not None:
             observer(self, now)
         return outer

@@ -86,7 +86,7 @@ class SharedMemoryReducer:
             if beyond is not None:
                 if self.rank == 0:
                     beyond(total[:size])
-                self.meet()
+                self.meet("communication")
             return total[:size].view(tensor.shape)
 
     def share(self, tensor: Tensor, change: Callable[[Tensor], None]) -> None:
@@ -96,11 +96,14 @@ class SharedMemoryReducer:
             self.meet()  # nobody reads the last sum any more
             if self.rank == 0:
                 change(result.copy_(tensor))
-            self.meet()
+            self.meet("communication")
             tensor.copy_(result)
 
-    def meet(self) -> None:
-        """Wait until all workers have come here."""
+    def meet(self, phase: str = "waiting") -> None:
+        """Wait until all workers have come here.
+
+        The time counts as this phase: while the first worker talks to other machines, all of them communicate.
+        """
         self._meetings += 1
         self._arrivals[self.rank] = self._meetings
-        wait_until(lambda: bool(self._arrivals.min() >= self._meetings), self.clock)
+        wait_until(lambda: bool(self._arrivals.min() >= self._meetings), self.clock, phase)

@@ -25,11 +25,11 @@ def keep_core() -> None:
     _spin_seconds = SPIN_SECONDS_ON_OWN_CORE
 
 
-def wait_until(ready: Callable[[], bool], clock: PhaseClock) -> None:
-    """Return as soon as `ready()` is true; the time counts as the phase "waiting"."""
+def wait_until(ready: Callable[[], bool], clock: PhaseClock, phase: str = "waiting") -> None:
+    """Return as soon as `ready()` is true; the time counts as this phase."""
     if ready():
         return
-    with clock.phase("waiting"):
+    with clock.phase(phase, for_others=True):
         began = time.perf_counter()
         while not ready():
             waited = time.perf_counter() - began

@@ -226,6 +226,10 @@ MACHINE = replace(detection.detect(), usable_cores=2, flags=frozenset({"avx512_b
             [process("learner", update=0.9, waiting=0.1), process("actor", env=0.2, inference=0.8)],
             {"algorithm": "impala"}, verdict.NETWORK, "in balance",
         ),
+        (
+            [process("learner", update=0.2, communication=0.7), process("actor", env=0.4, inference=0.1, waiting=0.5)],
+            {"algorithm": "impala"}, verdict.COMMUNICATION, "fewer learners",
+        ),
     ],
 )  # fmt: skip
 def test_verdicts(processes, changes, bottleneck, words):
@@ -343,6 +347,17 @@ def test_a_slow_network_between_machines(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "The bottleneck is the communication." in done.stdout
     assert "cluster.compression=bfloat16" in done.stdout
+
+
+def test_a_slow_network_between_the_learners_of_several_machines(tmp_path):
+    """Learners that sum gradients are busy, and actors wait for them, but not because of the neural network."""
+    shares = {"env": 0.2, "inference": 0.05, "update": 0.1, "communication": 0.35, "waiting": 0.3, "other": 0.0}
+    changes = {"algorithm": "impala", "mode": "distributed", "impala.num_learners": 2, "cluster.num_workers": 2}
+    write_run(tmp_path, changes, shares, learner_idle=0.05, actor_idle=0.5)
+    done = rlcb("profile", "--of", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "The bottleneck is the communication between the learners" in done.stdout
+    assert "cluster.sync=async" in done.stdout
 
 
 def test_an_impala_run_that_is_over(tmp_path):

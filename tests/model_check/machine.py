@@ -77,7 +77,7 @@ def loop_again(number: int) -> None:
     operation("again", number)
 
 
-def wait_until(ready: Callable[[], bool], clock: object = None) -> None:
+def wait_until(ready: Callable[[], bool], clock: object = None, phase: str = "") -> None:
     """Stands in for execution.waiting.wait_until. A call that is not ready must leave its process as it was."""
     number = begin_loop()
     if not ready():

@@ -45,6 +45,7 @@ from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.learning import bad_numbers
 from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine import planning
+from rl_cluster_benchmark.processes import watchdog
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.training import node
@@ -138,6 +139,26 @@ def test_a_machine_that_has_left_is_not_missed():
     membership._store.set("left/2", "")
     time.sleep(2.5)
     membership.check()
+    membership._leave(lambda: None, 1.0)
+
+
+def test_a_machine_that_was_stopped_itself_misses_nobody(monkeypatch):
+    """Whoever stops all machines lets them go on; one that stays silent from then on is missed."""
+    monkeypatch.setattr(watchdog, "OWN_PAUSE", 1.0)
+    membership = Membership(lambda timeout: dist.HashStore(), 0, ["head", "other"], timeout=2.0)
+    membership._store.set("beat/1", "1 1000")
+    membership.check()
+    time.sleep(3)
+    membership.check()
+
+    def look_for(seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            membership.check()
+            time.sleep(0.1)
+
+    with pytest.raises(TrainingFailedError, match="other has not been heard of"):
+        look_for(3)
     membership._leave(lambda: None, 1.0)
 
 

@@ -5,13 +5,15 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from helpers.commands import ROOT, TINY, environment
 from helpers.processes import RLCB, WORKERS, num_updates
 
-from rl_cluster_benchmark.cluster.network import free_port
+from rl_cluster_benchmark.cluster.network import PORTS, free_port
+from rl_cluster_benchmark.tools.launch import ray
 
 LOCAL = ("launch", "local", "--nodes", 2, "--", "train", "--workers-per-node", 1)
 RUNS = {
@@ -66,3 +68,12 @@ def test_a_free_port_is_none_that_connections_get():
     assert 1024 < port < first
     with socket.create_server(("127.0.0.1", port)):
         assert free_port() != port
+
+
+def test_nor_is_the_port_of_a_head_in_a_ray_cluster(monkeypatch):
+    """What cannot listen at a port that a connection has ends with status 2, which a launch does not try again."""
+    here = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    monkeypatch.setattr(ray, "_ray", lambda: SimpleNamespace(util=here))
+    address, port = ray.NodeActor().address()
+    assert address == "127.0.0.1"
+    assert port in PORTS

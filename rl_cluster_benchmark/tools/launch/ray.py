@@ -8,12 +8,12 @@ import logging
 import os
 import queue
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rl_cluster_benchmark.cluster.network import free_port
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import ORDERS, Signals
 from rl_cluster_benchmark.tools.launch.command import TrainCommand
@@ -37,9 +37,7 @@ class NodeActor:
         """Return this machine's address in the Ray cluster and a free port there."""
         ray = _ray()
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, int(probe.getsockname()[1])
+        return address, free_port(address)
 
     def start(self, call: list[str], environ: dict[str, str], directory: str | None) -> None:
         self._process = LocalProcess(

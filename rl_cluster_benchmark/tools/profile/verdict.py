@@ -105,15 +105,17 @@ def _faster_network(profile: Profile, config: Config, machine: Machine) -> str:
 
 def _less_communication(config: Config) -> str:
     if config.is_distributed:
+        rarely = config.traits.synchronisations[-1]
         return (
             "Gradients cross the network: a faster link, cluster.compression=bfloat16 (half the bytes), larger batches "
-            "or cluster.sync=local_sgd (fewer sums) would help; the last two change what is learned."
+            f"or cluster.sync={rarely} (fewer sums) would help; the last two change what is learned."
         )
     larger = "a larger training.n_steps" if config.traits.learns_whole_rollouts else "a larger training.batch_size"
     epochs = ", fewer training.n_epochs" if config.traits.has_minibatches else ""
+    who = "learners" if config.traits.has_actors else "workers"
     return (
-        f"Fewer or smaller sums would help: {larger}{epochs}, fewer workers, or a network with fewer parameters; all "
-        "but the number of workers change what is learned."
+        f"Fewer or smaller sums would help: {larger}{epochs}, fewer {who}, or a network with fewer parameters; all "
+        f"but the number of {who} change what is learned."
     )
 
 
@@ -146,6 +148,16 @@ def _roles(profile: Profile, config: Config, machine: Machine) -> Verdict:
                 f"({acting['env']:.0%}) and to inference ({acting['inference']:.0%}).",
                 f"What would help: {move} (--set impala.num_actors=N --set impala.num_learners=N, or auto), or making "
                 f"{most} cheaper. `rlcb tune --algorithm impala` measures the split.",
+            ],
+        )
+    if acting["waiting"] >= IDLE and learning["communication"] > learning["update"]:
+        return Verdict(
+            COMMUNICATION,
+            [
+                f"The bottleneck is the {COMMUNICATION} between the learners: it takes {learning['communication']:.0%} "
+                f"of their time, learning {learning['update']:.0%}; actors wait {acting['waiting']:.0%} of theirs for "
+                f"them ({split}).",
+                _less_communication(config),
             ],
         )
     if acting["waiting"] >= IDLE:
