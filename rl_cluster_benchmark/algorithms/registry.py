@@ -11,7 +11,7 @@ from rl_cluster_benchmark.algorithms.impala import Impala
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.config.traits import TRAITS, Traits
-from rl_cluster_benchmark.experience.rewards import RewardNormalizer
+from rl_cluster_benchmark.experience.returns import RewardNormalizer
 from rl_cluster_benchmark.experience.rollout import Rollout
 from rl_cluster_benchmark.learning.learner import Learner
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing

@@ -26,10 +26,10 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.core.text import timestamp
 from rl_cluster_benchmark.core.timing import PhaseClock
-from rl_cluster_benchmark.learning.bad_numbers import COUNTS
+from rl_cluster_benchmark.learning.losses import COUNTS
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
-from rl_cluster_benchmark.run.checkpoint_format import all_finite
+from rl_cluster_benchmark.run.checkpoint import all_finite
 from rl_cluster_benchmark.run.course import Goal, SaveTimer
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.episodes import EpisodeStatistics
@@ -238,13 +238,13 @@ class Run:
         """Write a checkpoint of the learner's state and of the run's own."""
         self._save(self.directory.step_checkpoint(self.steps), state)
 
-    def finish(self, state: dict[str, Any]) -> None:
+    def finish(self, state: Callable[[], dict[str, Any]]) -> None:
         """Write the last checkpoint: the final one, or one of a step if the run was interrupted."""
         path = self.directory.step_checkpoint(self.steps) if self.interrupted() else self.directory.final_checkpoint()
         before = self.resumed_from["progress"]["updates"] if self.resumed_from is not None else None
         if (path, self.updates) == (self.resumed_path, before):
             return  # this checkpoint exists already, and evaluations may refer to its digest
-        self._save(path, state)
+        self._save(path, state())
         self._saver.wait()
         self._saver.check()
 

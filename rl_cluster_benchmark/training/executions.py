@@ -14,9 +14,7 @@ from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildMachine
 from rl_cluster_benchmark.execution.in_step.data_parallel import DataParallelMachine
 from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
-from rl_cluster_benchmark.execution.messages import Report
-from rl_cluster_benchmark.execution.orders import order_of
-from rl_cluster_benchmark.execution.reports import Reports, Updates
+from rl_cluster_benchmark.execution.messages import Report, Reports, Updates, order_of
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run.run import Run
 

@@ -1,4 +1,4 @@
-"""The course of a distributed run on one machine: meet the others, agree on the work, train, leave."""
+"""What a distributed run needs besides training: meet the other machines, agree on the work, follow the head, leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,9 @@ SECONDS_BEYOND = 30.0  # after cluster.join_timeout, until a process that is blo
 SECONDS_TO_SEE_A_FILE = 15.0  # network filesystems show a new file late
 
 
-def train(config: Config, signals: Signals, node_rank: int | None, train_head: Callable[[Cluster], int]) -> int:
-    """Meet the other machines and train; return the exit status, or raise Interrupted.
-
-    `train_head` is called on the head: it does everything from opening the run directory to writing the summary.
-    """
+@contextlib.contextmanager
+def met(config: Config, signals: Signals, node_rank: int | None) -> Iterator[Cluster]:
+    """Meet the other machines, and be one of them within the context; errors there are told to the others."""
     place = placement.find(config, node_rank)
     if place.num_nodes > 1:
         who = "this machine" if place.rank is None else f"node {place.rank}"
@@ -41,14 +39,8 @@ def train(config: Config, signals: Signals, node_rank: int | None, train_head: C
         )
     with _limited(config.cluster.join_timeout + SECONDS_BEYOND, "The head's store did not answer any more."):
         cluster = meet(config, place, signals)
-    with _told_to_others(cluster):
-        return train_head(cluster) if cluster.is_head else _follow(cluster)
-
-
-@contextlib.contextmanager
-def _told_to_others(cluster: Cluster) -> Iterator[None]:
     try:
-        yield
+        yield cluster
     except (UserError, TrainingFailedError, OSError) as error:
         cluster.membership.report_failure(str(error))
         raise
@@ -130,7 +122,8 @@ def send_home(cluster: Cluster) -> None:
         cluster.read(f"ready/{rank}")
 
 
-def _follow(cluster: Cluster) -> int:
+def follow(cluster: Cluster) -> int:
+    """Train on a machine that is not the head, as the head says; return the exit status."""
     from rl_cluster_benchmark.processes.watchdog import limit_of, watched
     from rl_cluster_benchmark.training import executions
 

@@ -43,7 +43,7 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.learning import bad_numbers
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory

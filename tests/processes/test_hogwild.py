@@ -20,9 +20,7 @@ from rl_cluster_benchmark.execution.hogwild import hogwild, hogwild_worker
 from rl_cluster_benchmark.execution.hogwild.hogwild_worker import SumSinceLastTime, share
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.messages import StateToSave, UpdateMade
-from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import OPTIMIZERS, Alone, Learner
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors

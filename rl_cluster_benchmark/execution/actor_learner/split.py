@@ -23,7 +23,7 @@ from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.env.environments import make_env
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import group_size
 from rl_cluster_benchmark.experience.rollout import Collector, Rollout
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.pool import WorkerPool

@@ -13,7 +13,7 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import REPLAY, StepBoard
 from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
 from rl_cluster_benchmark.execution.actor_learner.unrolls import Fields, UnrollStore, gather
-from rl_cluster_benchmark.experience.rewards import scaled
+from rl_cluster_benchmark.experience.returns import scaled
 from rl_cluster_benchmark.processes.claims import Claims
 
 

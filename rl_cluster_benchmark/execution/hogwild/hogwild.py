@@ -23,8 +23,7 @@ from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import EXCHANGES, averaging_of, exchanges_before
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
-from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, Report, UpdateMade
-from rl_cluster_benchmark.execution.reports import merged
+from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, Report, UpdateMade, merged
 from rl_cluster_benchmark.execution.task import deal
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times

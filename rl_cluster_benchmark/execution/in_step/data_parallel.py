@@ -20,21 +20,18 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.in_step import worker_course
 from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps, WithinMachine
 from rl_cluster_benchmark.execution.in_step.work_sharing import SharedWork, WorkSharing, num_pieces
-from rl_cluster_benchmark.execution.in_step.worker_course import ORDER, SIGNAL, WorkerCourse
+from rl_cluster_benchmark.execution.in_step.worker_course import ORDER, SIGNAL, CommonUpdates, WorkerCourse
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat, join_machines
 from rl_cluster_benchmark.execution.messages import (
+    INTERRUPTED,
     AllStarted,
-    EpisodesEnded,
     LostContact,
-    ProcessTimes,
     Report,
     SignalElsewhere,
     Started,
-    UpdateMade,
 )
-from rl_cluster_benchmark.execution.orders import INTERRUPTED
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
 from rl_cluster_benchmark.execution.task import Task, deal
 from rl_cluster_benchmark.learning.reduction import Reducer
@@ -46,22 +43,6 @@ from rl_cluster_benchmark.processes.waiting import keep_core
 from rl_cluster_benchmark.processes.watchdog import limit_of
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
-
-
-class CommonUpdates:
-    """Updates that all workers of all machines have made together: each is one of the run."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def hear(self, node: int, report: UpdateMade | EpisodesEnded | ProcessTimes) -> None:
-        assert isinstance(report, UpdateMade)
-        assert report.times is not None
-        self._run.clock.seconds, self._run.worker_cpu_seconds = report.times.phase_seconds, report.times.cpu_seconds
-        self._run.record(report.steps, report.episodes, report.losses, at=report.at)
-
-    def complete(self) -> None:
-        """Do nothing: each report was an update."""
 
 
 class DataParallelMachine:
@@ -136,7 +117,8 @@ def _work(
     clock, updates = PhaseClock(), progress["updates"]
     try:
         links, beyond = join_machines(seat, rank)
-        everywhere = SharedMemoryReducer(memory, rank, clock, beyond)
+        hidden = shared_work.hidden_gradient(rank) if shared_work else None
+        everywhere = SharedMemoryReducer(memory, rank, clock, beyond, hidden)
         steps_alone = config.cluster.sync == "local_sgd" and seat.num_nodes > 1
         reduce: Reducer = WithinMachine(everywhere) if steps_alone else everywhere
         state = checkpoint.load(resumed_path) if resumed_path else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
-from rl_cluster_benchmark.execution.orders import INTERRUPTED
+from rl_cluster_benchmark.execution.messages import INTERRUPTED
 from rl_cluster_benchmark.run.memory import MemoryReadings
 
 

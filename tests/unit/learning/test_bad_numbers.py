@@ -12,7 +12,7 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.experience.rollout import Collector
 from rl_cluster_benchmark.learning import bad_numbers
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.nets.models import make_model
 
 
