@@ -69,6 +69,8 @@ class SharedMemoryReducer(Reducer):
     def __call__(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(self.sum(tensor, self.beyond))
 
+    running_sum = __call__
+
     def total(self, vector: Tensor) -> Tensor:
         return self.sum(vector, self.beyond)
 

@@ -40,7 +40,7 @@ class Reducer(Protocol):
 
     def running_sum(self, tensor: Tensor) -> Tensor:
         """Return what this worker and all others add to a sum that they keep from update to update."""
-        return self(tensor)
+        ...
 
     def optimizer_memory(self) -> OptimizerMemory | None:
         """Return what the optimisers of all workers change without waiting (A3C); None where each has its own."""

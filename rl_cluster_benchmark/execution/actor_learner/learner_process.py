@@ -64,7 +64,8 @@ def learn_in_step(
         correction = board.correction  # when the gradients have met, the next step may have been announced
         with clock.phase("update"):
             losses = lessons.learn(clock)
-        corrections.add_to(algorithm.learner, correction)
+        if correction:
+            corrections.add_to(algorithm.learner, correction)
         keeper.write()
         if leader is not None and leader.step_done(losses):
             leader.record()

@@ -21,6 +21,8 @@ class WithinMachine(Reducer):
     def __call__(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(self.total(tensor))
 
+    running_sum = __call__
+
     def total(self, vector: Tensor) -> Tensor:
         return self._everywhere.sum(vector)
 

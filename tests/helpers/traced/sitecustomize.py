@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGE = "/rl_cluster_benchmark/"
 STEP, SAVED = ("env/environments.py", "step"), ("run/run.py", "save")
-OPTIMISER = ("learning/optimizers.py", "step")
+OPTIMISER = "Adam.step"
 BEFORE, DURING, AFTER = range(3)  # the first byte of what all processes see
 LOSSES = {"policy_loss", "losses/policy_loss"}  # names in the metrics of an update
 
@@ -65,7 +65,7 @@ def begin(folder):
                 note(f"why {place[0]} {place[1]}")
         if event == "return" and place == SAVED:
             stage[0] = AFTER
-        if event == "call" and place == OPTIMISER:
+        if event == "call" and code.co_qualname == OPTIMISER:
             calls = []
             while frame is not None:
                 if PACKAGE in frame.f_code.co_filename:
