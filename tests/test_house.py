@@ -53,7 +53,7 @@ def test_no_name_of_an_algorithm_or_a_mode_is_compared_with():
     [
         ("core/seeding.py", "    from rl_cluster_benchmark.config.schema import Config\n"),
         ("execution/hogwild/hogwild.py", "    from rl_cluster_benchmark.execution.in_step import data_parallel\n"),
-        ("run/episodes.py", "    from rl_cluster_benchmark.run import run\n"),
+        ("run/metrics.py", "    from rl_cluster_benchmark.run import run\n"),
         (
             "processes/claims.py",
             "    if TYPE_CHECKING:\n        from rl_cluster_benchmark.cluster import store\n",
@@ -85,7 +85,8 @@ SHARED_WORK = ("--set", "parallel.balance=0.5")
 WAYS = {  # mode: the most modules, the command
     "sequential": (14, ("train", *TRACED)),
     "parallel": (20, ("train", *TRACED, *SHARED_WORK, "--mode", "parallel", "--num-workers", 2)),
-    "IMPALA": (22, ("train", *TRACED, "--total-timesteps", 8192, "--mode", "parallel", "--algorithm", "impala", "--num-workers", 1)),
+    "IMPALA": (22, ("train", *TRACED, "--total-timesteps", 8192, "--mode", "parallel", "--algorithm", "impala",
+                    "--num-workers", 1)),
     "distributed": (24, ("launch", "local", "--nodes", 2, "--", "train", *TRACED, "--num-workers", 2,
                          *SHARED_WORK)),
 }  # fmt: skip

@@ -32,6 +32,8 @@ from rl_cluster_benchmark.cli.arguments import (
 from rl_cluster_benchmark.cli.performance_commands import add_performance_commands
 from rl_cluster_benchmark.cli.scaling_commands import add_scaling_command
 from rl_cluster_benchmark.cli.search_commands import add_search_command
+from rl_cluster_benchmark.core import inherited
+from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.config.schema import Config
@@ -59,9 +61,6 @@ QUICKSTART_DIR = "runs/quickstart"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from rl_cluster_benchmark.core import inherited
-    from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
-
     inherited.put_in_order()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -100,9 +99,17 @@ def _shown(error: Exception) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in str(error))
 
 
-def parse_train(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Read what stands behind `rlcb train`: for commands that start training."""
+def parse_train(arguments: Sequence[str], num_nodes: int | None = None) -> tuple[argparse.Namespace, Config]:
+    """Read what stands behind `rlcb train`, for commands that start training, maybe on so many machines."""
     args = build_parser().parse_args(["train", *arguments])
+    if num_nodes is not None:
+        for given in (args.num_workers, args.num_nodes):
+            if given is not None and str(given) != str(num_nodes):
+                raise UserError(
+                    f"{given} machines behind -- are not the {num_nodes} that rlcb launch starts; leave it out. "
+                    "How many workers each machine has is said with --workers-per-node."
+                )
+        args.num_nodes = str(num_nodes)
     return args, config_from(args)
 
 

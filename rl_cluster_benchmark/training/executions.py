@@ -14,6 +14,7 @@ from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildMachine
 from rl_cluster_benchmark.execution.in_step.data_parallel import DataParallelMachine
 from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
+from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat, MachineWork
 from rl_cluster_benchmark.execution.messages import Report, Reports, Updates, order_of
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run.run import Run
@@ -22,7 +23,7 @@ from rl_cluster_benchmark.run.run import Run
 class MachinePart(Protocol):
     """One machine's part of a run: its processes, and the memory that they share.
 
-    It is made of (cluster, config, plan, folder for files of its own, checkpoint to go on from, progress by then).
+    It is made of the cluster and of the machine's work.
     """
 
     def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
@@ -47,8 +48,9 @@ def _part_of(config: Config) -> Callable[..., MachinePart]:
 
 def train(run: Run, cluster: Cluster | MachineAlone) -> None:
     """On the head of a cluster, or on a machine alone: train, and write down what all machines report."""
-    folder, progress = run.directory.root, run.progress_state()
-    here = _part_of(run.config)(cluster, run.config, run.plan, folder, run.resumed_path, progress)
+    seat, folder = MachineSeat.of(cluster, run.config), run.directory.root
+    work = MachineWork(run.config, run.plan, seat, folder, run.resumed_path, run.progress_state())
+    here = _part_of(run.config)(cluster, work)
     updates = here.updates(run)
     try:
         here.train(look=lambda: order_of(run), start=run.start, hear=Reports(run, updates).hear)
@@ -59,5 +61,6 @@ def train(run: Run, cluster: Cluster | MachineAlone) -> None:
 def follow(cluster: Cluster, config: Config, plan: Plan, resumed_path: Path | None, progress: dict[str, Any]) -> None:
     """On every other machine of a cluster: train. Files, if there are any, are its own and lie on its own disk."""
     folder = Path(tempfile.gettempdir())
-    here = _part_of(config)(cluster, config, plan, folder, resumed_path, progress)
+    work = MachineWork(config, plan, MachineSeat.of(cluster, config), folder, resumed_path, progress)
+    here = _part_of(config)(cluster, work)
     here.train(look=Follower(cluster), start=lambda: None, hear=lambda node, report: None)

@@ -53,33 +53,13 @@ def met(config: Config, signals: Signals, node_rank: int | None) -> Iterator[Clu
     cluster.membership.leave()
 
 
-def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, Any] | None) -> Config:
-    """Return the config with the numbers of machines and environments of this cluster.
-
-    A resumed run keeps its number of environments, whatever number of workers shares them.
-    """
-    num_nodes, per_worker = len(cluster.nodes), config.parallel.num_envs_per_worker
-    changes: dict[str, object] = {"cluster.num_workers": num_nodes, "mode": "distributed"}
-    if config.cluster.min_nodes is not None:
-        changes["cluster.min_nodes"] = min(config.cluster.min_nodes, num_nodes)
-    if per_worker is not None:
-        before = resumed_from["config"]["env"]["num_envs"] if resumed_from is not None else None
-        changes |= {
-            "env.num_envs": before or cluster.num_workers * per_worker,
-            "parallel.num_envs_per_worker": None,
-        }
-    agreed = config_files.build(config_files.to_dict(config), changes, source="this cluster")
-    if agreed.env.num_envs < cluster.num_workers:
-        raise UserError(
-            f"{agreed.env.num_envs} environments cannot be shared by the {cluster.num_workers} workers of "
-            f"{num_nodes} machines; use more --num-envs, or fewer --workers-per-node."
-        )
-    if agreed.env.num_envs < cluster.num_learners:
-        raise UserError(
-            f"The {cluster.num_learners} learners of {num_nodes} machines need as many environments, but there are "
-            f"{agreed.env.num_envs}; use more --num-envs, or fewer impala.num_learners."
-        )
-    return agreed
+def on_this_cluster(
+    config: Config, cluster: Cluster, resumed_from: dict[str, Any] | None
+) -> tuple[Config, planning.Plan]:
+    """Return the head's config with the numbers of machines and environments of this cluster, and the plan for it."""
+    num_envs = resumed_from["config"]["env"]["num_envs"] if resumed_from is not None else None
+    config = planning.on_machines(config, len(cluster.nodes), cluster.num_workers, cluster.num_learners, num_envs)
+    return config_of_this_node(config, cluster)
 
 
 @told_if_silent()
@@ -151,11 +131,7 @@ def follow(cluster: Cluster) -> int:
 def config_of_this_node(config: Config, cluster: Cluster) -> tuple[Config, planning.Plan]:
     """Return the head's config with this machine's own numbers of workers and learners, and the plan for it."""
     this = cluster.nodes[cluster.rank]
-    own: dict[str, object] = {"parallel.num_workers": this.num_workers}
-    if this.num_learners:
-        own["impala.num_learners"] = this.num_learners
-    config = config_files.build(config_files.to_dict(config), own, source="this cluster")
-    return config, planning.plan(config)
+    return planning.on_one_of_them(config, this.num_workers, this.num_learners)
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ def _opened(
         if overwrite and not resume:
             checkpoint.check_own(directory)
         if cluster is not None:
-            config, plan = node.config_of_this_node(node.on_this_cluster(config, cluster, resumed_from), cluster)
+            config, plan = node.on_this_cluster(config, cluster, resumed_from)
         plan = planning.compiled(config, plan)
         _check_memory(config, plan)
         if not resume:  # runs of older versions may have such a setting, and go on
@@ -137,14 +137,9 @@ def _opened(
         run.check_begun()
         if cluster is not None:
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
-        try:
-            is_parent = not config.is_sequential
-            with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), run:
-                yield run
-        finally:
-            if run.summary is not None:
-                with contextlib.suppress(OSError):
-                    print(summary.block(run.summary, directory), flush=True)
+        is_parent = not config.is_sequential
+        with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), summary.written(run):
+            yield run
     finally:
         claim.release()
 

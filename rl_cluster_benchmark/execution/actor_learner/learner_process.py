@@ -24,7 +24,6 @@ from rl_cluster_benchmark.execution.machines.other_machines import (
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
-from rl_cluster_benchmark.run import checkpoint
 
 
 def learn_in_step(
@@ -33,16 +32,21 @@ def learn_in_step(
     """Learn step after step from the unrolls that the leader, the first learner, hands out."""
     config, plan, task, clock, flags = shared.config, shared.plan, shared.task, keeper.clock, shared.flags
     reduce, others = _join(rank, shared, clock)
-    state = checkpoint.load(shared.resumed_path) if shared.resumed_path else None
     model, algorithm = build_algorithm(
-        config, plan, task.observation_shape, task.num_actions, env_ids=(), reduce=reduce, checkpoint=state
+        config,
+        plan,
+        task.observation_shape,
+        task.num_actions,
+        env_ids=(),
+        reduce=reduce,
+        checkpoint=shared.work.checkpoint(),
     )
     assert isinstance(algorithm, Impala)
     store, board, corrections = shared.store(), shared.board(), Corrections(flags)
     replay = None
     if config.impala.replay_fraction > 0:
         share = -(-config.impala.replay_size // shared.num_learners)
-        replay = ReplayFile(shared.folder, share, unroll_layout(task, config.training.n_steps))
+        replay = ReplayFile(shared.work.folder, share, unroll_layout(task, config.training.n_steps))
     random = stream(config.env.seed, "replay", rank + shared.seat.first_learner, progress["updates"])
     lessons = UnrollLearner(config, algorithm, board, shared.claims, store, replay, random)
     leader = None

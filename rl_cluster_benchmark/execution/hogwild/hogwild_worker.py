@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines import machine_averaging, machine_supervisor
-from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.execution.machines.machine_links import MachineWork
 from rl_cluster_benchmark.execution.messages import (
     FinalState,
     NothingLeftToDo,
@@ -33,7 +32,6 @@ from rl_cluster_benchmark.experience.rollout import Episode
 from rl_cluster_benchmark.learning.learner import OPTIMIZERS, Alone
 from rl_cluster_benchmark.learning.reduction import OptimizerMemory
 from rl_cluster_benchmark.machine import process
-from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, MemoryLayout, SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
@@ -61,18 +59,17 @@ def layout(config: Config, num_workers: int) -> MemoryLayout:
 
 
 def work(
-    rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    resumed_path: Path | None, progress: dict[str, Any], seat: MachineSeat,
+    rank: int, connection: Connection, work: MachineWork, shards: list[list[int]], shared: SharedTensors
 ) -> None:  # fmt: skip
     """Run a worker, in its process: A2C's loop with the parameters behind its learner shared."""
+    config, plan, seat, progress = work.config, work.plan, work.seat, work.progress
     process.prepare_process(plan.num_threads)
     saves = rank == 0 and seat.node_rank == 0
     course = HogwildCourse(rank, connection, config, shared, progress, saves=saves, total_workers=seat.total_workers)
-    state = checkpoint.load(resumed_path) if resumed_path else None
     reduce = WithoutWaiting(shared, rank)
     worker = Worker.build(
         config, plan, env_ids=shards[rank], reduce=reduce, clock=course.clock, incarnation=course.updates,
-        checkpoint=state,
+        checkpoint=work.checkpoint(),
     )  # fmt: skip
     flat = worker.algorithm.learner.flat
     if rank == 0:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
@@ -23,7 +21,7 @@ from rl_cluster_benchmark.execution.in_step.work_sharing import SharedWork, Work
 from rl_cluster_benchmark.execution.in_step.worker_course import ORDER, SIGNAL, CommonUpdates, WorkerCourse
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
-from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat, join_machines
+from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineWork, join_machines
 from rl_cluster_benchmark.execution.messages import (
     INTERRUPTED,
     AllStarted,
@@ -33,37 +31,29 @@ from rl_cluster_benchmark.execution.messages import (
     Started,
 )
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
-from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.machine import process
-from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.processes.waiting import keep_core
 from rl_cluster_benchmark.processes.watchdog import limit_of
-from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
 
 
 class DataParallelMachine:
     """One machine's workers, and what they share; see training/executions.py for what is asked of it."""
 
-    def __init__(
-        self, cluster: Cluster | MachineAlone, config: Config, plan: Plan, folder: Path, resumed_path: Path | None,
-        progress: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.cluster, self.config, self.plan = cluster, config, plan
-        self.resumed_path, self.progress = resumed_path, progress
-        self.seat = MachineSeat.of(cluster, config)
-        shards = deal(config.env.num_envs, cluster.num_workers)
-        self.shards = self.seat.own(shards, plan.num_workers)
-        longest = len(shards[0]) * config.training.n_steps
+    def __init__(self, cluster: Cluster | MachineAlone, work: MachineWork) -> None:
+        config, plan = work.config, work.plan
+        self.cluster, self.work, self.shards = cluster, work, work.shards()
+        longest = max(map(len, self.shards)) * config.training.n_steps
         self.shared = SharedTensors(worker_course.layout(plan.num_workers, longest))
         task = Task.of(config)
-        self.work = SharedWork(task, self.shards, config, plan) if plan.shares_work(config) else None
+        self.shared_work = SharedWork(task, self.shards, config, plan) if plan.shares_work(config) else None
         vector, small = _sums(config, task)
-        spares = num_pieces(plan.num_workers) if self.work else 0
-        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes, spares)
+        spares = num_pieces(plan.num_workers) if self.shared_work else 0
+        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + work.seat.num_nodes, spares)
 
     def updates(self, run: Run) -> CommonUpdates:
         return CommonUpdates(run)
@@ -82,10 +72,9 @@ class DataParallelMachine:
                 self.shared["order"][ORDER] = order
             membership.check()
 
-        means = (self.shared, self.memory, self.work)
-        args = (self.config, self.plan, self.shards, *means, self.resumed_path, self.progress, self.seat)
-        limit = limit_of(self.config)
-        with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores, watchdog=limit) as pool:
+        plan, limit = self.work.plan, limit_of(self.work.config)
+        args = (self.work, self.shards, self.shared, self.memory, self.shared_work)
+        with WorkerPool(_work, plan.num_workers, args, plan.cores, watchdog=limit) as pool:
             for _, message in pool.messages(watch):
                 match message:
                     case LostContact(reason):
@@ -106,11 +95,11 @@ def _sums(config: Config, task: Task) -> tuple[int, int]:
 
 
 def _work(
-    rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    memory: SharedTensors, shared_work: SharedWork | None, resumed_path: Path | None, progress: dict[str, Any],
-    seat: MachineSeat,
+    rank: int, connection: Connection, work: MachineWork, shards: list[list[int]], shared: SharedTensors,
+    memory: SharedTensors, shared_work: SharedWork | None,
 ) -> None:  # fmt: skip
     """Run a worker, in its process."""
+    config, plan, seat, progress = work.config, work.plan, work.seat, work.progress
     process.prepare_process(plan.num_threads)
     if plan.cores[rank] is not None:
         keep_core()
@@ -121,10 +110,9 @@ def _work(
         everywhere = SharedMemoryReducer(memory, rank, clock, beyond, hidden)
         steps_alone = config.cluster.sync == "local_sgd" and seat.num_nodes > 1
         reduce: Reducer = WithinMachine(everywhere) if steps_alone else everywhere
-        state = checkpoint.load(resumed_path) if resumed_path else None
         sharing = WorkSharing(shared_work, rank, everywhere) if shared_work else None
         worker = Worker.build(
-            config, plan, env_ids=shards[rank], reduce=reduce, clock=clock, incarnation=updates, checkpoint=state,
+            config, plan, env_ids=shards[rank], reduce=reduce, clock=clock, incarnation=updates, checkpoint=work.checkpoint(),
             sharing=sharing,
         )  # fmt: skip
         local_steps = None
