@@ -112,8 +112,8 @@ def _work(
         reduce: Reducer = WithinMachine(everywhere) if steps_alone else everywhere
         sharing = WorkSharing(shared_work, rank, everywhere) if shared_work else None
         worker = Worker.build(
-            config, plan, env_ids=shards[rank], reduce=reduce, clock=clock, incarnation=updates, checkpoint=work.checkpoint(),
-            sharing=sharing,
+            config, plan, env_ids=shards[rank], reduce=reduce, clock=clock, incarnation=updates,
+            checkpoint=work.checkpoint(), sharing=sharing,
         )  # fmt: skip
         local_steps = None
         if steps_alone:

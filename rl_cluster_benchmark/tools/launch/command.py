@@ -37,7 +37,7 @@ class TrainCommand:
 
     @classmethod
     def parse(
-        cls, words: Sequence[str], parse_train: Callable[[Sequence[str], int | None], tuple[argparse.Namespace, Config]],
+        cls, words: Sequence[str], parse_train: Callable[..., tuple[argparse.Namespace, Config]],
         num_nodes: int | None = None,
     ) -> TrainCommand:  # fmt: skip
         """Read the words behind `rlcb launch ...`; `parse_train` makes arguments and config for so many machines."""
