@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
-from rl_cluster_benchmark.cli.arguments import positive
+from rl_cluster_benchmark.cli.values import positive
 from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.kernels import heads, pooling
 from rl_cluster_benchmark.kernels.native_network import HiddenRows
