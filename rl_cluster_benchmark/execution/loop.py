@@ -116,7 +116,7 @@ def build_algorithm(
     torch.manual_seed(integer_seed(config.env.seed, "model"))
     precision = process.dtype(plan.precision)
     model = make_model(config.model, observation_shape, num_actions, config.hardware, precision, plan.engine)
-    algorithm = ALGORITHMS[config.algorithm].learning(
+    algorithm = ALGORITHMS[config.algorithm](
         config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce, sharing=sharing
     )
     if checkpoint is not None:

@@ -12,11 +12,11 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.actor_learner.actor_learner import ActorLearnerMachine
 from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildMachine
 from rl_cluster_benchmark.execution.in_step.data_parallel import DataParallelMachine
-from rl_cluster_benchmark.execution.machines.follower import Follower
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat, MachineWork
-from rl_cluster_benchmark.execution.messages import Report, Reports, Updates, order_of
+from rl_cluster_benchmark.execution.messages import INTERRUPTED, Report, Reports, Updates, order_of
 from rl_cluster_benchmark.machine.planning import Plan
+from rl_cluster_benchmark.run.memory import MemoryReadings
 from rl_cluster_benchmark.run.run import Run
 
 
@@ -63,4 +63,12 @@ def follow(cluster: Cluster, config: Config, plan: Plan, resumed_path: Path | No
     folder = Path(tempfile.gettempdir())
     work = MachineWork(config, plan, MachineSeat.of(cluster, config), folder, resumed_path, progress)
     here = _part_of(config)(cluster, work)
-    here.train(look=Follower(cluster), start=lambda: None, hear=lambda node, report: None)
+    memory = MemoryReadings()
+
+    def look() -> int:
+        """Tell the head now and then how much memory the workers use, and give the order that this machine sees."""
+        if memory.is_due():
+            cluster.membership.memory = sum(memory.read().values())
+        return INTERRUPTED if cluster.signals.received is not None else 0
+
+    here.train(look=look, start=lambda: None, hear=lambda node, report: None)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_cluster_benchmark.cluster import placement
-from rl_cluster_benchmark.cluster.deadline import limited as _limited
 from rl_cluster_benchmark.cluster.rendezvous import Cluster, meet
+from rl_cluster_benchmark.cluster.store import limited as _limited
 from rl_cluster_benchmark.cluster.store import told_if_silent
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
