@@ -422,8 +422,3 @@ def _forget_older_updates(recent: deque[tuple[float, int]]) -> None:
     """Keep (time, steps) of the last ten updates, and of those before that the last second needs."""
     while len(recent) > FINAL_FPS_UPDATES + 1 and recent[-1][0] - recent[1][0] >= SHORTEST_RATE:
         recent.popleft()
-
-
-def exit_status(run: Run) -> int:
-    """Return 0 if the run came to its end, or, as shells do, 128 + the number of the signal that interrupted it."""
-    return 0 if run.signals.received is None else 128 + run.signals.received

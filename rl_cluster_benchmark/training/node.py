@@ -125,7 +125,7 @@ def follow(cluster: Cluster) -> int:
         with watched(limit_of(config), is_parent=True):
             executions.follow(cluster, config, plan, path, work["progress"])
     print(f"{label}: {'stopped by a signal' if cluster.signals.received else 'finished'}", flush=True)
-    return 0 if cluster.signals.received is None else 128 + cluster.signals.received
+    return cluster.signals.status
 
 
 def config_of_this_node(config: Config, cluster: Cluster) -> tuple[Config, planning.Plan]:

@@ -22,7 +22,7 @@ from rl_cluster_benchmark.profiling.attach import attach
 from rl_cluster_benchmark.run import checkpoint, resumption, summary
 from rl_cluster_benchmark.run.checkpoint_format import MAX_BYTES
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.run import Run, RunMachines, exit_status
+from rl_cluster_benchmark.run.run import Run, RunMachines
 from rl_cluster_benchmark.training import executions, node
 
 BYTES_PER_OBSERVATION = {"image": 64 * 64 * 3, "vector": 200}
@@ -61,11 +61,11 @@ def train(
                     learn(Worker.of(run), run, Alone())
                 else:
                     executions.train(run, cluster or MachineAlone(run.plan, signals))
-            return exit_status(run)
+            return signals.status
     except Interrupted:
         known = "" if config.is_distributed else ": no file of a run was written or removed"  # else others may have
         print(f"Stopped before training began{known}.", flush=True)
-        return 128 + (signals.received or 0)
+        return signals.status
 
 
 @contextlib.contextmanager
