@@ -13,7 +13,7 @@ from rl_cluster_benchmark.execution.actor_learner.actor_learner import ActorLear
 from rl_cluster_benchmark.execution.hogwild.hogwild import HogwildMachine
 from rl_cluster_benchmark.execution.in_step.data_parallel import DataParallelMachine
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
-from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat, MachineWork
+from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat, MachineShare
 from rl_cluster_benchmark.execution.messages import INTERRUPTED, Report, Reports, Updates, order_of
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.run.memory import MemoryReadings
@@ -23,7 +23,7 @@ from rl_cluster_benchmark.run.run import Run
 class MachinePart(Protocol):
     """One machine's part of a run: its processes, and the memory that they share.
 
-    It is made of the cluster and of the machine's work.
+    It is made of the cluster and of the machine's share of the run.
     """
 
     def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
@@ -49,8 +49,8 @@ def _part_of(config: Config) -> Callable[..., MachinePart]:
 def train(run: Run, cluster: Cluster | MachineAlone) -> None:
     """On the head of a cluster, or on a machine alone: train, and write down what all machines report."""
     seat, folder = MachineSeat.of(cluster, run.config), run.directory.root
-    work = MachineWork(run.config, run.plan, seat, folder, run.resumed_path, run.progress_state())
-    here = _part_of(run.config)(cluster, work)
+    share = MachineShare(run.config, run.plan, seat, folder, run.resumed_path, run.progress_state())
+    here = _part_of(run.config)(cluster, share)
     updates = here.updates(run)
     try:
         here.train(look=lambda: order_of(run), start=run.start, hear=Reports(run, updates).hear)
@@ -61,8 +61,8 @@ def train(run: Run, cluster: Cluster | MachineAlone) -> None:
 def follow(cluster: Cluster, config: Config, plan: Plan, resumed_path: Path | None, progress: dict[str, Any]) -> None:
     """On every other machine of a cluster: train. Files, if there are any, are its own and lie on its own disk."""
     folder = Path(tempfile.gettempdir())
-    work = MachineWork(config, plan, MachineSeat.of(cluster, config), folder, resumed_path, progress)
-    here = _part_of(config)(cluster, work)
+    share = MachineShare(config, plan, MachineSeat.of(cluster, config), folder, resumed_path, progress)
+    here = _part_of(config)(cluster, share)
     memory = MemoryReadings()
 
     def look() -> int:

@@ -26,7 +26,7 @@ from rl_cluster_benchmark.execution.actor_learner.learner_process import learn_i
 from rl_cluster_benchmark.execution.actor_learner.machines_updates import MachinesUpdates
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import NUM_COUNTS, averaging_of
-from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineWork
+from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineShare
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
 from rl_cluster_benchmark.execution.messages import LostContact, ProcessTimes, Report
 from rl_cluster_benchmark.machine import process
@@ -40,10 +40,10 @@ from rl_cluster_benchmark.run.run import Run
 class ActorLearnerMachine:
     """One machine's actors and learners; see training/executions.py for what is asked of it."""
 
-    def __init__(self, cluster: Cluster | MachineAlone, work: MachineWork) -> None:
-        self.cluster, self.config, self.plan, self.progress = cluster, work.config, work.plan, work.progress
-        self.shared = Shared(work)
-        self.replace = Replacements(self.shared, work.progress)
+    def __init__(self, cluster: Cluster | MachineAlone, share: MachineShare) -> None:
+        self.cluster, self.config, self.plan, self.progress = cluster, share.config, share.plan, share.progress
+        self.shared = Shared(share)
+        self.replace = Replacements(self.shared, share.progress)
 
     def updates(self, run: Run) -> MachinesUpdates:
         return MachinesUpdates(run, self.shared, self.times)

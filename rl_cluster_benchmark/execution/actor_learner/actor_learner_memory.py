@@ -9,7 +9,7 @@ import torch
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import StepBoard
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines import machine_supervisor
-from rl_cluster_benchmark.execution.machines.machine_links import MachineWork
+from rl_cluster_benchmark.execution.machines.machine_links import MachineShare
 from rl_cluster_benchmark.execution.machines.other_machines import IndependentMachines
 from rl_cluster_benchmark.execution.messages import Started
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
@@ -24,11 +24,11 @@ from rl_cluster_benchmark.processes.waiting import wait_until
 class Shared:
     """What the processes of a run share on one machine. Handed to a spawned process, it is the same there."""
 
-    def __init__(self, work: MachineWork) -> None:
-        config, plan, seat = work.config, work.plan, work.seat
-        self.work, self.config, self.plan, self.seat = work, config, plan, seat
+    def __init__(self, share: MachineShare) -> None:
+        config, plan, seat = share.config, share.plan, share.seat
+        self.share, self.config, self.plan, self.seat = share, config, plan, seat
         self.task = Task.of(config)
-        self.shards = work.shards()
+        self.shards = share.shards()
         self.num_learners = plan.num_learners
         each = config.unrolls_per_learner(seat.total_learners)
         unrolls_per_step = each * seat.total_learners

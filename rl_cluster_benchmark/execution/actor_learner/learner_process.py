@@ -40,14 +40,14 @@ def learn_in_step(
     reduce, others = _join(rank, shared, clock)
     model, algorithm = build_algorithm(
         config, plan, task.observation_shape, task.num_actions, env_ids=(), reduce=reduce,
-        checkpoint=shared.work.checkpoint(),
+        checkpoint=shared.share.checkpoint(),
     )  # fmt: skip
     assert isinstance(algorithm, Impala)
     store, board, corrections = shared.store(), shared.board(), Corrections(flags)
     replay = None
     if config.impala.replay_fraction > 0:
         share = -(-config.impala.replay_size // shared.num_learners)
-        replay = ReplayFile(shared.work.folder, share, unroll_layout(task, config.training.n_steps))
+        replay = ReplayFile(shared.share.folder, share, unroll_layout(task, config.training.n_steps))
     random = stream(config.env.seed, "replay", rank + shared.seat.first_learner, progress["updates"])
     lessons = UnrollLearner(config, algorithm, board, shared.claims, store, replay, random)
     leader = None

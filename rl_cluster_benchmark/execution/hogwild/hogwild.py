@@ -18,7 +18,7 @@ from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.execution.hogwild import hogwild_worker
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import EXCHANGES, averaging_of, exchanges_before
-from rl_cluster_benchmark.execution.machines.machine_links import MachineWork
+from rl_cluster_benchmark.execution.machines.machine_links import MachineShare
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
 from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, Report, UpdateMade, merged
 from rl_cluster_benchmark.processes import process_times
@@ -33,23 +33,23 @@ class HogwildMachine:
 
     busy = False  # whatever is added to the parameters is in them at once
 
-    def __init__(self, cluster: Cluster | MachineAlone, work: MachineWork) -> None:
-        self.cluster, self.work, self.seat = cluster, work, work.seat
-        self.shared = SharedTensors(hogwild_worker.layout(work.config, work.plan.num_workers))
+    def __init__(self, cluster: Cluster | MachineAlone, share: MachineShare) -> None:
+        self.cluster, self.share, self.seat = cluster, share, share.seat
+        self.shared = SharedTensors(hogwild_worker.layout(share.config, share.plan.num_workers))
         self.exchanges = 0  # of parameters, with other machines
 
     def updates(self, run: Run) -> CombinedUpdates:
         return CombinedUpdates(run, self)
 
     def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
-        config, plan, seat = self.work.config, self.work.plan, self.seat
+        config, plan, seat = self.share.config, self.share.plan, self.seat
         between = config.cluster.sync_every * seat.total_workers
         averaging = averaging_of(seat, counts=self.counts, exchange=self, updates_between=between, hear=hear)
         machine = MachineSupervisor(
-            self.cluster, config, averaging, self.shared, self.work.progress["steps"],
+            self.cluster, config, averaging, self.shared, self.share.progress["steps"],
             look=look, start=start, times=lambda: ProcessTimes(self.shared["times"].tolist()),
         )  # fmt: skip
-        args = (self.work, self.work.shards(), self.shared)
+        args = (self.share, self.share.shards(), self.shared)
         with WorkerPool(hogwild_worker.work, plan.num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
             machine.run(pool, hear)
 

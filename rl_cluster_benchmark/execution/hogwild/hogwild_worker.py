@@ -18,7 +18,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines import machine_averaging, machine_supervisor
-from rl_cluster_benchmark.execution.machines.machine_links import MachineWork
+from rl_cluster_benchmark.execution.machines.machine_links import MachineShare
 from rl_cluster_benchmark.execution.messages import (
     FinalState,
     NothingLeftToDo,
@@ -59,17 +59,17 @@ def layout(config: Config, num_workers: int) -> MemoryLayout:
 
 
 def work(
-    rank: int, connection: Connection, work: MachineWork, shards: list[list[int]], shared: SharedTensors
+    rank: int, connection: Connection, share: MachineShare, shards: list[list[int]], shared: SharedTensors
 ) -> None:  # fmt: skip
     """Run a worker, in its process: A2C's loop with the parameters behind its learner shared."""
-    config, plan, seat, progress = work.config, work.plan, work.seat, work.progress
+    config, plan, seat, progress = share.config, share.plan, share.seat, share.progress
     process.prepare_process(plan.num_threads)
     saves = rank == 0 and seat.node_rank == 0
     course = HogwildCourse(rank, connection, config, shared, progress, saves=saves, total_workers=seat.total_workers)
     reduce = WithoutWaiting(shared, rank)
     worker = Worker.build(
         config, plan, env_ids=shards[rank], reduce=reduce, clock=course.clock, incarnation=course.updates,
-        checkpoint=work.checkpoint(),
+        checkpoint=share.checkpoint(),
     )  # fmt: skip
     flat = worker.algorithm.learner.flat
     if rank == 0:

@@ -21,7 +21,7 @@ from rl_cluster_benchmark.execution.in_step.work_sharing import SharedWork, Work
 from rl_cluster_benchmark.execution.in_step.worker_course import ORDER, SIGNAL, CommonUpdates, WorkerCourse
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
-from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineWork, join_machines
+from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineShare, join_machines
 from rl_cluster_benchmark.execution.messages import (
     INTERRUPTED,
     AllStarted,
@@ -44,16 +44,16 @@ from rl_cluster_benchmark.run.run import Run
 class DataParallelMachine:
     """One machine's workers, and what they share; see training/executions.py for what is asked of it."""
 
-    def __init__(self, cluster: Cluster | MachineAlone, work: MachineWork) -> None:
-        config, plan = work.config, work.plan
-        self.cluster, self.work, self.shards = cluster, work, work.shards()
+    def __init__(self, cluster: Cluster | MachineAlone, share: MachineShare) -> None:
+        config, plan = share.config, share.plan
+        self.cluster, self.share, self.shards = cluster, share, share.shards()
         longest = max(map(len, self.shards)) * config.training.n_steps
         self.shared = SharedTensors(worker_course.layout(plan.num_workers, longest))
         task = Task.of(config)
         self.shared_work = SharedWork(task, self.shards, config, plan) if plan.shares_work(config) else None
         vector, small = _sums(config, task)
         spares = num_pieces(plan.num_workers) if self.shared_work else 0
-        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + work.seat.num_nodes, spares)
+        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + share.seat.num_nodes, spares)
 
     def updates(self, run: Run) -> CommonUpdates:
         return CommonUpdates(run)
@@ -72,8 +72,8 @@ class DataParallelMachine:
                 self.shared["order"][ORDER] = order
             membership.check()
 
-        plan, limit = self.work.plan, limit_of(self.work.config)
-        args = (self.work, self.shards, self.shared, self.memory, self.shared_work)
+        plan, limit = self.share.plan, limit_of(self.share.config)
+        args = (self.share, self.shards, self.shared, self.memory, self.shared_work)
         with WorkerPool(_work, plan.num_workers, args, plan.cores, watchdog=limit) as pool:
             for _, message in pool.messages(watch):
                 match message:
@@ -95,11 +95,11 @@ def _sums(config: Config, task: Task) -> tuple[int, int]:
 
 
 def _work(
-    rank: int, connection: Connection, work: MachineWork, shards: list[list[int]], shared: SharedTensors,
+    rank: int, connection: Connection, share: MachineShare, shards: list[list[int]], shared: SharedTensors,
     memory: SharedTensors, shared_work: SharedWork | None,
 ) -> None:  # fmt: skip
     """Run a worker, in its process."""
-    config, plan, seat, progress = work.config, work.plan, work.seat, work.progress
+    config, plan, seat, progress = share.config, share.plan, share.seat, share.progress
     process.prepare_process(plan.num_threads)
     if plan.cores[rank] is not None:
         keep_core()
@@ -113,7 +113,7 @@ def _work(
         sharing = WorkSharing(shared_work, rank, everywhere) if shared_work else None
         worker = Worker.build(
             config, plan, env_ids=shards[rank], reduce=reduce, clock=clock, incarnation=updates,
-            checkpoint=work.checkpoint(), sharing=sharing,
+            checkpoint=share.checkpoint(), sharing=sharing,
         )  # fmt: skip
         local_steps = None
         if steps_alone:

@@ -61,8 +61,8 @@ class MachineSeat:
 
 
 @dataclass(frozen=True)
-class MachineWork:
-    """What the processes of one machine are to do; made by its parent process, handed to its workers."""
+class MachineShare:
+    """One machine's share of a run; made by its parent process, handed to its workers."""
 
     config: Config
     plan: Plan
