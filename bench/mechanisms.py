@@ -20,16 +20,14 @@ import torch
 from torch import nn
 
 from rl_cluster_benchmark.algorithms.ppo import PPO, ppo_losses
-from rl_cluster_benchmark.cli.arguments import positive
+from rl_cluster_benchmark.cli.values import positive
 from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConfig
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.kernels.native_network import HiddenRows
 from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.learner import Adam, Alone
+from rl_cluster_benchmark.learning.losses import Objective, Pass, Samples
 from rl_cluster_benchmark.learning.minibatch import Moments
-from rl_cluster_benchmark.learning.network_pass import Pass
-from rl_cluster_benchmark.learning.objective import Objective, Samples
-from rl_cluster_benchmark.learning.optimizers import Adam
-from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine import process
 from rl_cluster_benchmark.nets.models import ActorCritic, make_model
 

@@ -1,6 +1,7 @@
 """How the package is arranged: folders that import in one direction, and names that stand for one thing each."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.commands import ROOT
+from helpers.commands import ROOT, TINY
 
 PACKAGE = ROOT / "rl_cluster_benchmark"
 MOST_MODULES = 12  # in a folder
@@ -52,7 +53,7 @@ def test_no_name_of_an_algorithm_or_a_mode_is_compared_with():
     [
         ("core/seeding.py", "    from rl_cluster_benchmark.config.schema import Config\n"),
         ("execution/hogwild/hogwild.py", "    from rl_cluster_benchmark.execution.in_step import data_parallel\n"),
-        ("run/episodes.py", "    from rl_cluster_benchmark.run import run\n"),
+        ("run/metrics.py", "    from rl_cluster_benchmark.run import run\n"),
         (
             "processes/claims.py",
             "    if TYPE_CHECKING:\n        from rl_cluster_benchmark.cluster import store\n",
@@ -76,3 +77,39 @@ def test_the_modules_that_the_docs_name_are_there(page):
     named = re.findall(r"`([a-z_/]+/[a-z_]+\.(?:py|c|h))`", (ROOT / "docs" / page).read_text())
     assert len(named) > 10
     assert [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+
+
+# The way of an observation: tests/helpers/traced says what counts as a module on it.
+TRACED = (*TINY, "--total-timesteps", 1024, "--set", "training.save_interval=1")
+SHARED_WORK = ("--set", "parallel.balance=0.5")
+WAYS = {  # mode: the most modules, the command
+    "sequential": (14, ("train", *TRACED)),
+    "parallel": (20, ("train", *TRACED, *SHARED_WORK, "--mode", "parallel", "--num-workers", 2)),
+    "IMPALA": (22, ("train", *TRACED, "--total-timesteps", 8192, "--mode", "parallel", "--algorithm", "impala",
+                    "--num-workers", 1)),
+    "distributed": (24, ("launch", "local", "--nodes", 2, "--", "train", *TRACED, "--num-workers", 2,
+                         *SHARED_WORK)),
+}  # fmt: skip
+MOST_CALLS = 7  # from cli.main to the optimiser's step in one process
+
+
+@pytest.mark.parametrize("mode", WAYS)
+def test_an_observation_passes_few_modules(mode, tmp_path):
+    most, command = WAYS[mode]
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    (traces / "stage").write_bytes(b"\0")
+    path = f"{Path(__file__).parent / 'helpers' / 'traced'}:{ROOT}"
+    call = [sys.executable, "-m", PACKAGE.name, *map(str, command), "--output-dir", str(tmp_path / "run")]
+    variables = os.environ | {"PYTHONPATH": path, "RLCB_TRACE": str(traces)}
+    done = subprocess.run(call, env=variables, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    seen = {line for file in traces.glob("*.seen") for line in file.read_text().splitlines()}
+    modules = sorted(line.removeprefix("module ") for line in seen if line.startswith("module "))
+    assert 10 < len(modules) <= most, "\n".join(modules)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert [module for module in modules if module not in page] == [], "docs/architecture.md shows the way"
+    if mode == "sequential":
+        (calls,) = (line.split() for line in seen if line.startswith("calls "))
+        _, *called = calls[calls.index("cli/main.py:main") :]
+        assert len(called) <= MOST_CALLS, called

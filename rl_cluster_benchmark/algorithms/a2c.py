@@ -13,8 +13,7 @@ import torch
 from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.experience.rollout import Rollout
-from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
-from rl_cluster_benchmark.learning.objective import Losses, LossInC, Objective, Samples
+from rl_cluster_benchmark.learning.losses import Losses, LossInC, Objective, Pass, Samples, Slopes
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 

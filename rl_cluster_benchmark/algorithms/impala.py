@@ -15,15 +15,11 @@ from torch import Tensor
 from rl_cluster_benchmark.algorithms.on_policy import explained_variance, learning_rate
 from rl_cluster_benchmark.config.schema import Config, ImpalaConfig
 from rl_cluster_benchmark.core.seeding import stream
-from rl_cluster_benchmark.experience.returns import vtrace
-from rl_cluster_benchmark.experience.rewards import RewardNormalizer
+from rl_cluster_benchmark.experience.returns import RewardNormalizer, vtrace
 from rl_cluster_benchmark.experience.rollout import Rollout
-from rl_cluster_benchmark.learning.bad_numbers import mean_of, report
-from rl_cluster_benchmark.learning.learner import Learner, is_finite
+from rl_cluster_benchmark.learning.learner import Learner, is_finite, optimizer_of
+from rl_cluster_benchmark.learning.losses import STATS, Losses, Pass, Slopes, mean_of, report
 from rl_cluster_benchmark.learning.minibatch import EPSILON
-from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
-from rl_cluster_benchmark.learning.objective import STATS, Losses
-from rl_cluster_benchmark.learning.optimizers import optimizer_of
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 
@@ -175,7 +171,7 @@ class Impala:
         """Set up the learner. `sharing` is not used: a learner takes as many unrolls as it has time for."""
         self.config, self.hyper, self.model, self.micro_batch = config, config.impala, model, micro_batch
         self.device = torch.device(config.hardware.device)
-        self.normalize_rewards = RewardNormalizer(len(env_ids), config.training.gamma, reduce)
+        self.normalize_rewards = RewardNormalizer(len(env_ids), config.training.gamma, reduce.running_sum)
         self.learner = Learner(
             model,
             optimizer=optimizer_of(config.training),

@@ -16,16 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_cluster_benchmark.config.schema import Config, TrainingConfig
-from rl_cluster_benchmark.experience.returns import gae
-from rl_cluster_benchmark.experience.rewards import RewardNormalizer
+from rl_cluster_benchmark.experience.returns import RewardNormalizer, gae
 from rl_cluster_benchmark.experience.rollout import Rollout
-from rl_cluster_benchmark.learning.bad_numbers import SKIPPED, report
-from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.division import Rows
-from rl_cluster_benchmark.learning.learner import Learner
+from rl_cluster_benchmark.learning.batch import Batch, Rows
+from rl_cluster_benchmark.learning.learner import Learner, optimizer_of
+from rl_cluster_benchmark.learning.losses import SKIPPED, STATS, Objective, report
 from rl_cluster_benchmark.learning.minibatch import MinibatchGradients, Moments
-from rl_cluster_benchmark.learning.objective import STATS, Objective
-from rl_cluster_benchmark.learning.optimizers import optimizer_of
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 
@@ -43,7 +39,7 @@ class OnPolicyLearner:
         self.env_ids = np.asarray(sharing.env_ids if sharing else env_ids)  # the environment of each column of a batch
         self.owners = np.asarray(sharing.owners if sharing else [0] * len(env_ids))
         self.device = torch.device(config.hardware.device)
-        self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce)
+        self.normalize_rewards = RewardNormalizer(len(env_ids), self.hyper.gamma, reduce.running_sum)
         self.learner = Learner(
             model,
             optimizer=optimizer_of(self.hyper),

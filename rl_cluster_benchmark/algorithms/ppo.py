@@ -12,10 +12,8 @@ from rl_cluster_benchmark.algorithms.on_policy import OnPolicyLearner
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.seeding import stream
 from rl_cluster_benchmark.experience.rollout import Rollout
-from rl_cluster_benchmark.learning.bad_numbers import mean_of
-from rl_cluster_benchmark.learning.division import Rows
-from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
-from rl_cluster_benchmark.learning.objective import Losses, LossInC, Objective, Samples
+from rl_cluster_benchmark.learning.batch import Rows
+from rl_cluster_benchmark.learning.losses import Losses, LossInC, Objective, Pass, Samples, Slopes, mean_of
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
 

@@ -1,10 +1,9 @@
-"""Command-line arguments that are keys of a config, and the kinds of values that arguments have."""
+"""Command-line arguments that are keys of a config."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings")
 
 PLACES = ("algorithm", "mode", "output_dir", "logging.log_dir", "logging.checkpoint_dir")  # where a run is
-
-MAX_COUNT, MAX_DIGITS = 10**9, 40
 
 # flag -> (config key, placeholder, help)
 FLAGS: dict[str, tuple[str, str, str]] = {
@@ -72,46 +69,6 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
 
 def attribute(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
-
-
-def whole(lowest: int, highest: int = MAX_COUNT) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number in this range."""
-
-    def parse(text: str) -> int:
-        digits = text.replace("_", "")
-        number = int(digits) if digits.isdecimal() and len(digits) <= MAX_DIGITS else -1
-        if not lowest <= number <= highest:
-            raise argparse.ArgumentTypeError(
-                f"{text[:MAX_DIGITS]} is not allowed; it must be a whole number of at least {lowest}, at most {highest}"
-            )
-        return number
-
-    return parse
-
-
-def number(is_allowed: Callable[[float], bool], words: str) -> Callable[[str], float]:
-    """Return the type of an argument that is a number; `words` say which ones are allowed."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not is_allowed(value):
-            raise argparse.ArgumentTypeError(f"{text[:MAX_DIGITS]} is not allowed; it must be {words}")
-        return value
-
-    return parse
-
-
-positive, rank, port = whole(1), whole(0), whole(0, 65_535)
-steps, seed = whole(1, 2**63 - 1), whole(0, 2**32 - 1)
-finite = number(math.isfinite, "a finite number")
-seconds = number(lambda value: 0 < value <= 86_400, "a number of seconds, at most a day")
-
-
-def numbers(text: str) -> list[int]:
-    return [positive(part.strip()) for part in text.split(",")]
 
 
 def settings_from(kind: Callable[..., Settings], args: argparse.Namespace, **others: object) -> Settings:

@@ -1,4 +1,4 @@
-"""The arguments of `rlcb doctor --cluster`, and where the machines come from: a hosts file, or our allocation."""
+"""The subcommand `rlcb doctor`; with --cluster the machines come from a hosts file or from our allocation."""
 
 from __future__ import annotations
 
@@ -6,64 +6,29 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_cluster_benchmark.cli.arguments import number, positive, rank, start_signals
-from rl_cluster_benchmark.cli.launch_commands import add_remote_arguments, add_ssh_option, ssh_options
+from rl_cluster_benchmark.cli.arguments import start_signals
+from rl_cluster_benchmark.cli.launch_commands import ssh_options
 from rl_cluster_benchmark.core.errors import UserError
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.tools.checkup.probe import Measurements
 
 PORT = 29500
-SECONDS = 30.0
-EXAMPLES = """\
-Alone, it checks this machine: torch, the games, the C kernels, cores, memory.
-
-With --cluster it checks several, and measures them together: does ssh get in, do versions agree, how far apart are the
-clocks, how fast are the links, how long does an all-reduce of a gradient (2.5 MB, Gloo) take, and what scaling follows.
-Exit status: 0 ready, 1 something would stop a run, 2 wrong input.
-
-examples:
-  rlcb doctor
-  rlcb doctor --cluster --hosts hosts.txt                 # the file that `rlcb launch ssh` takes
-  srun --ntasks-per-node=1 rlcb doctor --cluster          # in a SLURM job; a plain call in a job script does the same
-  rlcb doctor --cluster                                   # in a PBS job: the machines of $PBS_NODEFILE
-  torchrun --nnodes 4 --nproc-per-node 1 ... -m rl_cluster_benchmark doctor --cluster
-  rlcb doctor --cluster --hosts hosts.txt --json net.json # and then: rlcb scaling --project --network net.json
-"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from rl_cluster_benchmark.tools.launch import names
+def doctor(args: argparse.Namespace) -> int:
+    if args.cluster or args.hosts is not None:
+        return _check_cluster(args)
+    from rl_cluster_benchmark.tools import doctor as this_machine
 
-    parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--cluster", action="store_true", help="check several machines, and measure them together")
-    group = parser.add_argument_group("with --cluster")
-    group.add_argument(
-        "--hosts", type=names.line, metavar="FILE", help="a machine per line, the head first; or node1,node2"
-    )
-    add_remote_arguments(group)
-    add_ssh_option(group)
-    group.add_argument("--json", metavar="FILE", help="also write what was measured to a file")
-    group.add_argument(
-        "--interface", metavar="NAME", help="network interface; default: the one on the route to the head"
-    )
-    waiting = number(lambda value: 2 <= value <= 3600, "a number of seconds from 2 to 3600")
-    group.add_argument(
-        "--timeout", type=waiting, default=SECONDS, metavar="S",
-        help="how long machines wait for each other; default: 30",
-    )  # fmt: skip
-    group.add_argument("--master-port", type=positive, metavar="PORT", help=f"on the head; default: {PORT}")
-    by_hand = parser.add_argument_group("with --cluster, started on every machine by hand")
-    by_hand.add_argument("--num-nodes", type=positive, metavar="N", help="machines that take part")
-    by_hand.add_argument("--node-rank", type=rank, metavar="N", help="number of this machine, the head is 0")
-    by_hand.add_argument("--master-addr", metavar="HOST", help="address of the head")
+    return this_machine.doctor()
 
 
-def run(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
+def _check_cluster(args: argparse.Namespace) -> int:
+    environ = os.environ
     hosts = args.hosts or (environ.get("PBS_NODEFILE") if args.node_rank is None else None)
     if hosts is not None:
         return _from_outside(args, hosts)

@@ -1,4 +1,4 @@
-"""The subcommands that choose and explain speed: `rlcb tune` and `rlcb profile`."""
+"""The subcommands that choose and explain speed and settings: `rlcb tune`, `profile`, `scaling` and `search`."""
 
 from __future__ import annotations
 
@@ -6,118 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rl_cluster_benchmark.cli.arguments import (
-    FLAGS,
-    add_config_arguments,
-    attribute,
-    config_from,
-    seconds,
-    settings_from,
-    start_signals,
-)
+from rl_cluster_benchmark.cli.arguments import FLAGS, attribute, config_from, settings_from, start_signals
+from rl_cluster_benchmark.config.traits import TRAITS
+from rl_cluster_benchmark.core.errors import UserError
 
-TUNE_DIR, PROFILE_DIR = "runs/tune", "runs/profile"
-SET_BY_MEASURING = (
-    "--total-timesteps", "--duration", "--checkpoint-dir", "--log-dir", "--device", "--num-nodes", "--workers-per-node",
-    "--master-addr", "--master-port",
-)  # fmt: skip
-
-TUNE_HELP = """\
-Find the fastest way to run a config on this machine by short measured trials: how many processes and threads,
-precision, what computes the network (this package's C code or torch), samples per pass, balance; for IMPALA the split
-of the cores between actors and learners. It ends within --budget seconds with a table and a YAML file for
-`rlcb train --config`. Ctrl-C writes the best so far.
-
-The learning problem stays as it is: environments, steps, batch, epochs and everything under `training` are never
-changed, unless --allow-learning-changes is given, and then the table and the file say what. What is given on the
-command line (--num-workers 4, --set hardware.precision=float32) is kept; everything else about the machine is tried.
-Without --mode, PPO and A2C are tried in one process and in several.
-"""
-TUNE_EXAMPLES = """\
-examples:
-  rlcb tune --config ppo_procgen_paper                    PPO, the published setting: five minutes
-  rlcb tune --config impala_procgen --mode parallel        how many cores act, how many learn
-  rlcb tune --config ppo_procgen_paper --budget 120 --mode parallel
-  rlcb tune --config ppo_procgen_paper --exhaustive       and check the choice against every setting there is
-  rlcb train --config runs/tune/tuned.yaml --output-dir runs/tuned
-"""
-PROFILE_HELP = """\
-Train for a few seconds and say where the time goes: by phase in every process, by operator, with the C code and the
-environments as rows of their own; GFLOP/s of the network against what this machine's matrix multiplication reaches;
-memory traffic, page faults, context switches, cores; and in a few sentences what limits the run and what would help.
-A run with --trace can be looked at in Chrome; with py-spy installed a flame graph is drawn.
-"""
-PROFILE_EXAMPLES = """\
-examples:
-  rlcb profile --config ppo_procgen_paper --mode parallel
-  rlcb profile --config ppo_procgen_paper --trace trace.json     then open chrome://tracing or ui.perfetto.dev
-  rlcb profile --config impala_procgen --mode parallel           who waits for whom
-  rlcb profile --config runs/tune/tuned.yaml                     what `rlcb tune` found
-  rlcb profile --of runs/coinrun                                 what limited a run that is over, on a cluster too
-"""
+TUNE_DIR, PROFILE_DIR, SCALING_DIR, PROJECTION_DIR = "runs/tune", "runs/profile", "runs/scaling", "runs/projection"
 
 
-def add_performance_commands(commands: Any) -> None:
-    _add_tune(commands)
-    _add_profile(commands)
-
-
-def _add_profile(commands: Any) -> None:
-    parser = commands.add_parser(
-        "profile",
-        help="say where the time of a run goes and what limits it",
-        description=PROFILE_HELP,
-        epilog=PROFILE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--seconds", type=seconds, default=15.0, metavar="S", help="measured after the first update; default: 15"
-    )
-    parser.add_argument(
-        "--of", type=Path, metavar="DIR", help="train nothing: say what limited the run in this directory, of any mode"
-    )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of one process of each kind")
-    parser.add_argument(
-        "--no-peak", action="store_false", dest="peak", help="do not measure what the machine could do: seconds less"
-    )
-    parser.add_argument(
-        "--no-flame", action="store_false", dest="flame", help="draw no flame graph even if py-spy is there"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier profile in the output directory")
-    add_config_arguments(parser, without=SET_BY_MEASURING)
-    parser.set_defaults(run=_profile)
-
-
-def _add_tune(commands: Any) -> None:
-    tune = commands.add_parser(
-        "tune",
-        help="find the fastest setting for this machine",
-        description=TUNE_HELP,
-        epilog=TUNE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    tune.add_argument(
-        "--budget", type=seconds, default=300.0, metavar="SECONDS", help="time for the whole search; default: 300"
-    )
-    tune.add_argument(
-        "--seconds", type=seconds, default=4.0, metavar="S", help="of each trial after its first update; default: 4"
-    )
-    tune.add_argument(
-        "--exhaustive", action="store_true",
-        help="afterwards measure every setting once, and the best of them in turns with the choice (takes long)",
-    )  # fmt: skip
-    tune.add_argument(
-        "--allow-learning-changes", action="store_true", dest="learning_too",
-        help="also try other numbers of environments and of A3C's workers, and other roundings of IMPALA's batch",
-    )  # fmt: skip
-    tune.add_argument("--overwrite", action="store_true", help="replace what an earlier search wrote")
-    add_config_arguments(tune, without=SET_BY_MEASURING)
-    tune.set_defaults(run=_tune)
-
-
-def _tune(args: argparse.Namespace) -> int:
+def tune(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.tune.tuning import TuningSettings, tune
 
     given = _given_keys(args)
@@ -144,7 +40,7 @@ def _given_keys(args: argparse.Namespace) -> set[str]:
     return flags | top | {home_of(parse_assignment(text)[0]) for text in args.set}
 
 
-def _profile(args: argparse.Namespace) -> int:
+def profile(args: argparse.Namespace) -> int:
     from rl_cluster_benchmark.tools.profile.profile import ProfileSettings, profile
 
     if args.of is not None:
@@ -155,3 +51,51 @@ def _profile(args: argparse.Namespace) -> int:
         args.mode = "parallel"
     settings = settings_from(ProfileSettings, args, output_dir=Path(args.output_dir or PROFILE_DIR))
     return profile(_config(args), settings, start_signals())
+
+
+def _project(args: argparse.Namespace) -> int:
+    if args.envs_per_worker is not None or args.repeats != 1:
+        raise UserError("--envs-per-worker and --repeats belong to a sweep over workers, not to --project.")
+    if args.network is not None and (args.bandwidth is not None or args.round_trip is not None):
+        raise UserError("--network has a bandwidth and a round trip of its own: give one or the other.")
+    if args.workers is not None:
+        if len(args.workers) > 1:
+            raise UserError("With --project, --workers is one number: the workers of each machine.")
+        args.set.insert(0, f"parallel.num_workers={args.workers[0]}")
+    from rl_cluster_benchmark.tools.projection.projection import NODES, ProjectionSettings, project
+
+    args.mode = "distributed" if TRAITS[args.algorithm or "ppo"].is_in_step else "parallel"
+    config = config_from(args)
+    output_dir = Path(config.output_dir or PROJECTION_DIR)
+    settings = settings_from(ProjectionSettings, args, nodes=args.nodes or NODES, output_dir=output_dir)
+    return project(config, settings, start_signals())
+
+
+def scaling(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.tools.scaling.sweep import SweepSettings, scaling
+
+    if args.project:
+        return _project(args)
+    if args.num_envs is not None and args.envs_per_worker is not None:
+        raise UserError("--num-envs fixes the total (strong scaling), --envs-per-worker the share (weak): give one.")
+    if args.num_envs is not None:
+        args.set.insert(0, "parallel.num_workers=null")  # the preset's number of workers says nothing here
+    config = config_from(args)
+    settings = settings_from(SweepSettings, args, output_dir=Path(config.output_dir or SCALING_DIR))
+    return scaling(config, settings, start_signals())
+
+
+def search(args: argparse.Namespace) -> int:
+    from rl_cluster_benchmark.tools.search import searching
+    from rl_cluster_benchmark.tools.search.sampling import require_optuna
+    from rl_cluster_benchmark.tools.search.space_files import read_space
+
+    require_optuna()
+    if args.trials is None and args.budget is None:
+        raise UserError("Say how long to search: --trials N, --budget HOURS, or both.")
+    if args.enqueue is not None and args.space is None:
+        raise UserError("--enqueue needs --space: candidates are a part of what a search is begun with.")
+    space = read_space(args.space, args.enqueue) if args.space is not None else None
+    seconds = args.budget * 3600 if args.budget is not None else None
+    settings = searching.SearchSettings(args.output_dir, args.trials, seconds, args.jobs)
+    return searching.search(space, settings, start_signals())

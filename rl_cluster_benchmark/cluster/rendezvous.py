@@ -33,7 +33,7 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.machine import detection, planning
-from rl_cluster_benchmark.run.summary import git_commit, package_versions
+from rl_cluster_benchmark.run.provenance import git_commit, package_versions
 
 SECONDS_FOR_ALL_TO_READ = 5.0
 # The config keys that may differ between machines: about the network, and how many workers each has.

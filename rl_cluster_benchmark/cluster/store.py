@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import queue
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 from rl_cluster_benchmark.cluster import network
 from rl_cluster_benchmark.cluster.placement import Placement
+from rl_cluster_benchmark.core import commentary
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import Signals
 
@@ -137,3 +139,23 @@ def first_line(error: BaseException) -> str:
     with contextlib.suppress(IndexError):
         return str(error).strip().splitlines()[0][:200]
     return type(error).__name__
+
+
+@contextlib.contextmanager
+def limited(seconds: float, sentence: str) -> Iterator[None]:
+    """End this process with an error message if the context takes longer than `seconds`.
+
+    It is for calls of a store whose machine is gone, which may block for ever and cannot be interrupted.
+    """
+
+    def end() -> None:
+        commentary.say(f"error: {sentence}\n")
+        os._exit(1)
+
+    alarm = threading.Timer(seconds, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()

@@ -188,7 +188,7 @@ def preset_dir() -> Path:
 
 
 def presets() -> list[str]:
-    return sorted(file.stem for file in preset_dir().glob("*.yaml"))
+    return shipped_in(preset_dir())
 
 
 def preset_of(algorithm: object, mode: object, env: object) -> str | None:
@@ -200,15 +200,28 @@ def preset_of(algorithm: object, mode: object, env: object) -> str | None:
 
 def find_config(path: str | Path) -> Path:
     """Return the file that a path or the name of a preset (`ppo_sequential`) stands for."""
+    return find_shipped(path, preset_dir(), "config", ("Config file", "the preset ", "Presets"))
+
+
+def find_shipped(path: str | Path, folder: Path, its_name: str, words: tuple[str, str, str]) -> Path:
+    """Return the file that a path stands for, or the name of a YAML file in this folder, which `its_name` names, too.
+
+    `words` are what it is, what may be meant, and what there is, for the error.
+    """
     file = Path(path)
     if file.is_file():
         return file
-    preset = preset_dir() / f"{file.stem}.yaml"
-    if preset.is_file() and str(file.parent) in (".", "config") and file.suffix in ("", ".yaml"):
-        return preset
-    near = difflib.get_close_matches(file.stem, presets(), n=1)
-    hint = f" Did you mean the preset {near[0]}?" if near else f" Presets: {', '.join(presets())}."
-    raise UserError(f"Config file {file} does not exist.{hint}")
+    shipped = folder / f"{file.stem}.yaml"
+    if shipped.is_file() and str(file.parent) in (".", its_name) and file.suffix in ("", ".yaml"):
+        return shipped
+    names = shipped_in(folder)
+    near = difflib.get_close_matches(file.stem, names, n=1)
+    hint = f"Did you mean {words[1]}{near[0]}?" if near else f"{words[2]}: {', '.join(names)}."
+    raise UserError(f"{words[0]} {file} does not exist. {hint}")
+
+
+def shipped_in(folder: Path) -> list[str]:
+    return sorted(file.stem for file in folder.glob("*.yaml"))
 
 
 def parse_assignment(text: str) -> tuple[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,12 +15,14 @@ from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.seeding import integer_seed
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.env.environments import make_env
-from rl_cluster_benchmark.experience.rollout import Collector, Episode, Rollout, RolloutHelper
-from rl_cluster_benchmark.learning import bad_numbers
+from rl_cluster_benchmark.experience.rollout import Collector, Episode, Rollout, RolloutHelper, count_bad
+from rl_cluster_benchmark.learning.learner import Alone
+from rl_cluster_benchmark.learning.losses import left_out
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.machine import process
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.nets.models import ActorCritic, make_model
+from rl_cluster_benchmark.run.run import Run
 
 
 class Course(Protocol):
@@ -46,7 +48,7 @@ class Course(Protocol):
 
     def save(self, state: dict[str, Any]) -> None: ...
 
-    def finish(self, state: dict[str, Any]) -> None: ...
+    def finish(self, state: Callable[[], dict[str, Any]]) -> None: ...
 
 
 class SharesExperience(Sharing, Protocol):
@@ -90,8 +92,16 @@ class Worker:
         )
         return cls(config, model, algorithm, collector)
 
+    @classmethod
+    def of(cls, run: Run) -> Worker:
+        """Build the worker of a run in one process, which has all environments."""
+        return cls.build(
+            run.config, run.plan, env_ids=range(run.config.env.num_envs), reduce=Alone(), clock=run.clock,
+            incarnation=run.updates, checkpoint=run.resumed_from,
+        )  # fmt: skip
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return what a checkpoint needs."""
         env = self.collector.env
         return state_of(self.model, self.algorithm, env.observation_shape, env.num_actions)
 
@@ -104,7 +114,7 @@ def build_algorithm(
     torch.manual_seed(integer_seed(config.env.seed, "model"))
     precision = process.dtype(plan.precision)
     model = make_model(config.model, observation_shape, num_actions, config.hardware, precision, plan.engine)
-    algorithm = ALGORITHMS[config.algorithm].learning(
+    algorithm = ALGORITHMS[config.algorithm](
         config, model, env_ids=env_ids, micro_batch=plan.micro_batch, reduce=reduce, sharing=sharing
     )
     if checkpoint is not None:
@@ -125,30 +135,36 @@ def state_of(
     }
 
 
-def learn(worker: Worker, course: Course, reduce: Reducer) -> None:
+def learn(worker: Worker, course: Course, reduce: Reducer, fetch: Callable[[], None] = lambda: None) -> None:
+    """Collect a rollout and learn from it, until the course is complete.
+
+    `fetch` brings the model up to date before it acts and before it is saved, where others change the parameters.
+    """
+
+    def state() -> dict[str, Any]:
+        fetch()
+        return worker.state()
+
+    training = worker.config.training
     course.start()
     while not course.is_complete():
+        fetch()
         rollout = worker.collector.collect(course.updates, course.should_stop)
-        here = [float(rollout is None), *bad_numbers.count(rollout)]
-        stops, *bad = reduce(torch.tensor(here, dtype=torch.float64)).tolist()  # the same on all workers
+        here = [float(rollout is None), *count_bad(rollout)]
+        stops, is_bad, *bad = reduce(torch.tensor(here, dtype=torch.float64)).tolist()  # the same on all workers
         if stops or rollout is None:
             break
-        course.record(rollout.num_steps, rollout.episodes, update(worker, rollout, course, bad))
+        if is_bad:
+            losses = nothing_learned(training, course.fraction) | left_out(bad, training.on_nan)
+        else:
+            with course.clock.phase("update"):
+                losses = worker.algorithm.update(
+                    rollout, index=course.updates, progress=course.fraction, interrupted=course.interrupted
+                )
+        course.record(rollout.num_steps, rollout.episodes, losses)
         if course.checkpoint_due():
-            course.save(worker.state())
-    course.finish(worker.state())
-
-
-def update(worker: Worker, rollout: Rollout, course: Course, bad: Sequence[float]) -> dict[str, float]:
-    """Learn from a rollout, unless what it holds is NaN or infinite; `bad` is of all who learn together."""
-    is_bad, *counts = bad
-    if is_bad:
-        training = worker.config.training
-        return nothing_learned(training, course.fraction) | bad_numbers.left_out(counts, training.on_nan)
-    with course.clock.phase("update"):
-        return worker.algorithm.update(
-            rollout, index=course.updates, progress=course.fraction, interrupted=course.interrupted
-        )
+            course.save(state())
+    course.finish(state)
 
 
 def load_weights(model: ActorCritic, checkpoint: dict[str, Any]) -> None:

@@ -1,10 +1,22 @@
-"""What the processes of a run tell their parent, and other machines the head: a record for each thing to say."""
+"""What the processes of a run tell each other, a record for each thing to say, and how the parent writes it down.
+
+Processes report to their parent, other machines to the head; parents give orders through memory that all workers see.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rl_cluster_benchmark.learning.losses import mean_of
+from rl_cluster_benchmark.run import checkpoint
+from rl_cluster_benchmark.run.run import Run
+
+TIME_IS_UP, INTERRUPTED = 1, 2  # orders; 0 is none
 
 
 @dataclass(frozen=True)
@@ -112,3 +124,76 @@ def from_line(line: bytes) -> Report:
     name, fields = json.loads(line)
     kind: Any = ACROSS_MACHINES[name]
     return kind(**fields)
+
+
+class Updates(Protocol):
+    """How what is heard of processes and machines becomes updates of the run."""
+
+    def hear(self, node: int, report: UpdateMade | EpisodesEnded | ProcessTimes) -> None:
+        """Take a report of that machine in; make an update of the run if it completes one."""
+        ...
+
+    def complete(self) -> None:
+        """Make an update of the run of whatever is left, as before a checkpoint, which counts it."""
+        ...
+
+
+class Reports:
+    """Writes a run down: the one place where what the processes of all machines report is told apart."""
+
+    def __init__(self, run: Run, updates: Updates) -> None:
+        self._run, self._updates = run, updates
+
+    def hear(self, node: int, report: Report) -> None:
+        """Do what the report of that machine asks for."""
+        run = self._run
+        match report:
+            case Started(greeting):
+                print(greeting, flush=True)
+            case UpdateMade() | EpisodesEnded() | ProcessTimes():
+                self._updates.hear(node, report)
+            case BadNumbers(counts):
+                run.note_bad(counts, is_whole_update=True)
+            case StateToSave(state):
+                self._updates.complete()
+                run.save(checkpoint.unpack(state))
+            case FinalState(state):
+                self._updates.complete()
+                run.finish(lambda: checkpoint.unpack(state))
+
+
+def merged(parts: Sequence[UpdateMade]) -> UpdateMade:
+    """Return updates of several workers or machines as one."""
+    return UpdateMade(
+        steps=sum(part.steps for part in parts),
+        losses=mean_of([part.losses for part in parts]),
+        at=max(part.at for part in parts),
+        episodes=[episode for part in parts for episode in part.episodes],
+        asynchrony=merged_metrics([part.asynchrony for part in parts]),
+    )
+
+
+def merged_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the means of metrics; of what is called _max, the largest."""
+    largest = {name: max(part[name] for part in parts) for name in parts[0] if name.endswith("_max")}
+    return mean_of(parts) | largest
+
+
+def order_of(run: Run) -> int:
+    """Return what the workers of a run are to be told now: INTERRUPTED, TIME_IS_UP, or 0 to go on."""
+    return INTERRUPTED if run.interrupted() else TIME_IS_UP if run.should_stop() else 0
+
+
+class Orders:
+    """A worker's view of the order, which is the first number of the memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory.numpy()
+
+    def interrupted(self) -> bool:
+        """Return whether to end as soon as the model is in good order."""
+        return bool(self._memory[0] == INTERRUPTED)
+
+    def should_stop(self, updates: int) -> bool:
+        """Return whether to drop a rollout: when time is up, not before there has been an update."""
+        return self.interrupted() or bool(self._memory[0] == TIME_IS_UP and updates > 0)

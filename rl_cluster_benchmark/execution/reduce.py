@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
+from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
 
@@ -21,7 +22,7 @@ SMALL_SPARE = 64  # doubles besides the moments of an update's minibatches: coun
 VECTOR_SPARE = 64  # floats behind the gradient, for the loss statistics
 
 
-class SharedMemoryReducer:
+class SharedMemoryReducer(Reducer):
     """One worker's end of the sums: all workers ask for the same ones, in the same order."""
 
     @staticmethod
@@ -41,25 +42,34 @@ class SharedMemoryReducer:
         )
 
     def __init__(
-        self, memory: SharedTensors, rank: int, clock: PhaseClock, beyond: Callable[[Tensor], None] | None = None
-    ) -> None:
-        """`beyond`, called by the first worker, adds what other machines have to this machine's sum."""
-        self.rank, self.clock, self.beyond = rank, clock, beyond
+        self, memory: SharedTensors, rank: int, clock: PhaseClock, beyond: Callable[[Tensor], None] | None = None,
+        hidden: HiddenGradient | None = None,
+    ) -> None:  # fmt: skip
+        """`beyond`, called by the first worker, adds what other machines have to this machine's sum.
+
+        `hidden` makes a part of the gradient vector, which is not summed.
+        """
+        self.rank, self.clock, self.beyond, self.hidden = rank, clock, beyond, hidden
         self._memory = memory
         self._arrivals = memory["arrivals"][:, 0].numpy()
         self.num_workers = len(self._arrivals)
         self._meetings = 0
-        self.used_spares = 0
-        self.hidden: HiddenGradient | None = None  # a part of the vector that is made, not summed
+        self._used_spares = 0
 
     def spare_vectors(self, size: int) -> list[Tensor]:
         return list(self._memory["vectors"][self.num_workers :, :size])
+
+    def use_spares(self, count: int) -> None:
+        """Add so many of the spare vectors to the sums of vectors that follow."""
+        self._used_spares = count
 
     def vector(self, size: int) -> Tensor:
         return self._memory["vectors"][self.rank, :size]
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(self.sum(tensor, self.beyond))
+
+    running_sum = __call__
 
     def total(self, vector: Tensor) -> Tensor:
         return self.sum(vector, self.beyond)
@@ -74,7 +84,7 @@ class SharedMemoryReducer:
             if mine.data_ptr() != tensor.data_ptr():
                 mine.copy_(tensor.reshape(-1))
             self.meet()
-            count = self.num_workers + (self.used_spares if kind == "vector" else 0)
+            count = self.num_workers + (self._used_spares if kind == "vector" else 0)
             made = self.hidden if kind == "vector" and self.hidden and self.hidden.is_due else None
             for first, last in [(0, made.part.start), (made.part.stop, size)] if made else [(0, size)]:
                 start, end = (first + (last - first) * i // self.num_workers for i in (self.rank, self.rank + 1))

@@ -69,6 +69,21 @@ class Rollout:
         return int(self.valid.sum())
 
 
+def count_bad(rollout: Rollout | None) -> list[float]:
+    """Return 1 if the rollout is to be left out, else 0, the number of bad rewards and that of bad observations.
+
+    Observations are checked only if they are floats: bytes cannot be NaN or infinite.
+    """
+    if rollout is None:
+        return [0.0, 0.0, 0.0]
+    rewards = float((~rollout.rewards.isfinite()).sum())
+    observations, last = 0.0, False
+    if rollout.observations.is_floating_point():
+        observations = float((~rollout.observations.isfinite()).flatten(2).any(-1).sum())
+        last = not bool(rollout.last_observations.isfinite().all())  # counted with the next rollout, which starts there
+    return [float(rewards > 0 or observations > 0 or last), rewards, observations]
+
+
 class RolloutHelper(Protocol):
     """Lets workers compute features for each other: see execution/in_step/helping.py."""
 
@@ -183,7 +198,7 @@ class Collector:
         self.episode_rewards += rewards * playing
         self.episode_lengths += playing
         for i in np.flatnonzero(ended).tolist():
-            if np.isfinite(self.episode_rewards[i]):  # else its rewards are counted as bad (learning/bad_numbers.py)
+            if np.isfinite(self.episode_rewards[i]):  # else its rewards are counted as bad (count_bad)
                 reward, length = float(self.episode_rewards[i]), int(self.episode_lengths[i])
                 episodes.append(Episode(reward, length, t, self.env_ids[i]))
             self.episode_rewards[i], self.episode_lengths[i] = 0.0, 0

@@ -1,23 +1,120 @@
-"""A model's parameters and gradients as two flat vectors, and the optimiser that updates the parameters.
+"""A model's parameters and gradients as two flat vectors, and the optimisers that update the parameters.
 
 Clipping, the optimiser's step and the sum over workers each are one operation on a flat vector instead of forty.
+Adam's step is torch's own fused kernel. `torch.optim.Adam` calls it too, but its constructor imports torch's compiler,
+which nothing here uses and which takes a second and 90 MB in every process.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rl_cluster_benchmark.config.schema import TrainingConfig
 from rl_cluster_benchmark.core.timing import beat
 from rl_cluster_benchmark.kernels.minibatch_pass import Vectors
-from rl_cluster_benchmark.learning.optimizers import Optimizer
 from rl_cluster_benchmark.learning.reduction import Reducer, Sharing
 from rl_cluster_benchmark.nets.models import ActorCritic
+
+
+class Optimizer(Protocol):
+    parameters: Tensor
+    gradient: Tensor
+    moments: dict[str, Tensor]
+    steps: Tensor
+
+    def step(self, learning_rate: float) -> None: ...
+
+
+class Adam:
+    """Adam (Kingma and Ba, 2015) on one flat vector."""
+
+    MOMENTS = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self, parameters: Tensor, gradient: Tensor, moments: dict[str, Tensor] | None = None,
+        steps: Tensor | None = None, *, eps: float, betas: tuple[float, float] = (0.9, 0.999),
+    ) -> None:  # fmt: skip
+        self.parameters, self.gradient, self.eps, self.betas = parameters, gradient, eps, betas
+        self.moments = moments or {name: torch.zeros_like(parameters) for name in self.MOMENTS}
+        self.steps = torch.zeros((), device=parameters.device) if steps is None else steps
+
+    def step(self, learning_rate: float) -> None:
+        self.steps += 1
+        torch._fused_adam_(
+            [self.parameters],
+            [self.gradient],
+            [self.moments["exp_avg"]],
+            [self.moments["exp_avg_sq"]],
+            [],
+            [self.steps],
+            lr=learning_rate,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=0.0,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+class RMSprop:
+    """RMSprop on one flat vector: the gradient is divided by the root of its running mean square.
+
+    The mean square starts at zero, so the first step is ten learning rates long for every parameter, whatever its
+    gradient. With `bias_correction` the mean square is divided by the sum of its weights, as in Adam: then the first
+    step is one learning rate long.
+    """
+
+    MOMENTS = ("square_avg",)
+
+    def __init__(
+        self, parameters: Tensor, gradient: Tensor, moments: dict[str, Tensor] | None = None,
+        steps: Tensor | None = None, *, eps: float, bias_correction: bool = False, alpha: float = 0.99,
+    ) -> None:  # fmt: skip
+        self.parameters, self.gradient, self.eps, self.alpha = parameters, gradient, eps, alpha
+        self.bias_correction = bias_correction
+        self.moments = moments or {name: torch.zeros_like(parameters) for name in self.MOMENTS}
+        self.steps = torch.zeros((), device=parameters.device) if steps is None else steps
+
+    def step(self, learning_rate: float) -> None:
+        self.steps += 1
+        square_avg = self.moments["square_avg"]
+        square_avg.mul_(self.alpha).addcmul_(self.gradient, self.gradient, value=1 - self.alpha)
+        root = square_avg.sqrt()
+        if self.bias_correction:
+            root.mul_((1 - self.alpha ** float(self.steps)) ** -0.5)
+        self.parameters.addcdiv_(self.gradient, root.add_(self.eps), value=-learning_rate)
+
+
+def optimizer_of(training: TrainingConfig) -> Callable[..., Optimizer]:
+    """Return what makes the config's optimiser, of (parameters, gradient, moments, steps)."""
+    if training.optimizer == "rmsprop":
+        return partial(RMSprop, eps=training.adam_eps, bias_correction=training.rmsprop_bias_correction)
+    return partial(Adam, eps=training.adam_eps)
+
+
+OPTIMIZERS: dict[str, type[Adam] | type[RMSprop]] = {"adam": Adam, "rmsprop": RMSprop}
+
+
+class Alone(Reducer):
+    """The reducer of a single worker: every sum is the worker's own tensor."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    running_sum = __call__
+
+    def vector(self, size: int) -> Tensor:
+        return torch.zeros(size)
+
+    def total(self, vector: Tensor) -> Tensor:
+        return vector
 
 
 class GradientVector:
@@ -30,13 +127,18 @@ class GradientVector:
 
 
 class Learner:
-    """The parameters of a model, their gradient, and the optimiser, together with other workers if there are any."""
+    """The parameters of a model, their gradient, and the optimiser, together with other workers if there are any.
+
+    `moments` are those of the optimiser by name, each a flat vector over all parameters.
+    """
+
+    moments: dict[str, Tensor]
 
     def __init__(
         self,
         model: ActorCritic,
         *,
-        optimizer: Callable[[Tensor, Tensor], Optimizer],
+        optimizer: Callable[..., Optimizer],
         max_grad_norm: float,
         num_stats: int,
         reduce: Reducer,
@@ -60,14 +162,18 @@ class Learner:
         self._vectors = [GradientVector(model, vector, size, left_out) for vector in vectors]
         self._parameters = list(model.parameters())  # listed once: walking over a model takes as long as a sample
         self.write_to(0)
-        # Workers that share work also share the parameters and the optimiser's moments, and each steps a part of them.
-        # Before the run starts, all write the same values there, and then meet.
         self._sharing, self._stepped = sharing, sharing.part(size) if sharing else slice(0, size)
-        self._shared_moments = sharing.moments(size) if sharing else None
-        self.optimizer = optimizer(self.flat[self._stepped], self.grad)
-        if self._shared_moments is not None:
-            self.optimizer.gradient = torch.zeros_like(self.optimizer.parameters)
-            self.optimizer.moments = {name: whole[self._stepped] for name, whole in self._shared_moments.items()}
+        # Before the run starts, all workers write the same values to what they share, and then meet.
+        if sharing is not None:  # the parameters and the optimiser's moments, of which each worker steps a part
+            part, self.moments = self.flat[self._stepped], sharing.moments(size)
+            moments = {name: whole[self._stepped] for name, whole in self.moments.items()}
+            self.optimizer = optimizer(part, torch.zeros_like(part), moments)
+        elif (memory := reduce.optimizer_memory()) is not None:
+            self.optimizer = optimizer(memory.parameters, self.grad, memory.moments, memory.steps)
+            self.moments = memory.moments
+        else:
+            self.optimizer = optimizer(self.flat, self.grad)
+            self.moments = self.optimizer.moments
 
     @property
     def max_pieces(self) -> int:
@@ -116,11 +222,6 @@ class Learner:
                 self._sharing.meet()
             self.model.weights_changed()
         return norm
-
-    @property
-    def moments(self) -> dict[str, Tensor]:
-        """Return the optimiser's moments by name, each a flat vector over all parameters."""
-        return self._shared_moments or self.optimizer.moments
 
     def vectors(self) -> list[Tensor]:
         """Return the flat vectors that a step changes: the parameters and the optimiser's moments."""

@@ -18,11 +18,9 @@ from rl_cluster_benchmark.config.schema import TrainingConfig
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.kernels.minibatch_pass import MinibatchInC
 from rl_cluster_benchmark.kernels.native_network import NativeTrunk
-from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.division import Rows, divide
+from rl_cluster_benchmark.learning.batch import Batch, Division, Rows, divide
 from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.learning.network_pass import Pass
-from rl_cluster_benchmark.learning.objective import LossInC, Objective, Samples
+from rl_cluster_benchmark.learning.losses import LossInC, Objective, Pass, Samples
 from rl_cluster_benchmark.learning.reduction import Sharing
 
 EPSILON = 1e-8  # added to the advantages' standard deviation
@@ -53,8 +51,9 @@ class MinibatchGradients:
         """
         learner, sharing = self.learner, self.sharing
         passes = self.passes(batch, moments, objective)
-        division = divide(rows, sharing.fraction if sharing else 0.0, learner.max_pieces, passes.SMALLEST_PIECE)
+        division = Division([len(rows[0])], rows[0][:0], (0,))  # a worker alone keeps everything
         if sharing is not None:
+            division = divide(rows, sharing.fraction, learner.max_pieces, passes.SMALLEST_PIECE)
             sharing.offer(division.num_pieces)
         kept, shared, bounds = division
         if learner.hidden is not None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.kernels.native_network import HiddenRows, NativeTrunk
     from rl_cluster_benchmark.learning.batch import Batch
+
+
+class OptimizerMemory(NamedTuple):
+    """What workers that do not wait for each other let their optimisers change: the parameters, and statistics."""
+
+    parameters: Tensor
+    moments: dict[str, Tensor]
+    steps: Tensor
 
 
 class Reducer(Protocol):
@@ -31,18 +38,13 @@ class Reducer(Protocol):
         """
         ...
 
+    def running_sum(self, tensor: Tensor) -> Tensor:
+        """Return what this worker and all others add to a sum that they keep from update to update."""
+        ...
 
-class Alone:
-    """The reducer of a single worker: every sum is the worker's own tensor."""
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def vector(self, size: int) -> Tensor:
-        return torch.zeros(size)
-
-    def total(self, vector: Tensor) -> Tensor:
-        return vector
+    def optimizer_memory(self) -> OptimizerMemory | None:
+        """Return what the optimisers of all workers change without waiting (A3C); None where each has its own."""
+        return None
 
 
 class HiddenLayer(Protocol):

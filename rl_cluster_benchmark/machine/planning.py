@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_cluster_benchmark.config.config_files import with_workers
+from rl_cluster_benchmark.config.config_files import with_changes, with_workers
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.machine import detection
@@ -88,6 +89,71 @@ def resolve(config: Config) -> tuple[Config, Plan]:
     """Return the config with the number of workers filled in, and the plan for it."""
     if config.is_parallel:
         config = with_workers(config, _num_workers(config, detection.detect()))
+    return config, plan(config)
+
+
+def with_split(config: Config, measure: Callable[[int], tuple[int, int]]) -> Config:
+    """Return the config with IMPALA's actors, then in parallel.num_workers, and its learners.
+
+    `measure` gives the best (actors, learners) of so many cores, where nothing else decides.
+    """
+    cores = detection.detect().usable_cores
+    actors: int | str = config.impala.num_actors or config.parallel.num_workers or "auto"
+    learners: int | str = config.impala.num_learners
+    is_measured = config.impala.split == "measured"
+    if not isinstance(actors, int):
+        if isinstance(learners, int):
+            actors = max(1, cores - learners)
+        elif cores <= FEW_CORES:
+            actors = 1
+        else:
+            (actors, learners), is_measured = measure(cores), True
+    per_actor = config.parallel.num_envs_per_worker
+    num_envs = actors * per_actor if per_actor is not None else config.env.num_envs  # of all machines, if several
+    if not isinstance(learners, int):
+        machines = config.num_machines if per_actor is None else 1
+        learners = max(1, min(learners_beside(actors, cores, config), num_envs // machines))
+    decided: dict[str, object] = {
+        "impala.num_actors": None,
+        "impala.num_learners": learners,
+        "impala.split": "measured" if is_measured else "given",
+        "parallel.num_workers": actors,
+    }
+    if config.is_parallel:  # machines that meet find out together how many environments they have
+        decided["env.num_envs"] = num_envs
+    return with_changes(config, decided, source="config")
+
+
+def on_machines(config: Config, num_nodes: int, num_workers: int, num_learners: int, num_envs: int | None) -> Config:
+    """Return the config for this many machines, with so many workers and learners in all.
+
+    A resumed run keeps its `num_envs` environments, whatever number of workers shares them.
+    """
+    changes: dict[str, object] = {"cluster.num_workers": num_nodes, "mode": "distributed"}
+    if config.cluster.min_nodes is not None:
+        changes["cluster.min_nodes"] = min(config.cluster.min_nodes, num_nodes)
+    if (per_worker := config.parallel.num_envs_per_worker) is not None:
+        changes |= {"env.num_envs": num_envs or num_workers * per_worker, "parallel.num_envs_per_worker": None}
+    agreed = with_changes(config, changes, source="this cluster")
+    if agreed.env.num_envs < num_workers:
+        raise UserError(
+            f"{agreed.env.num_envs} environments cannot be shared by the {num_workers} workers of "
+            f"{num_nodes} machines; use more --num-envs, or fewer --workers-per-node."
+        )
+    if agreed.env.num_envs < num_learners:
+        raise UserError(
+            f"The {num_learners} learners of {num_nodes} machines need as many environments, but there are "
+            f"{agreed.env.num_envs}; use more --num-envs, or fewer impala.num_learners."
+        )
+    return agreed
+
+
+def on_one_of_them(config: Config, num_workers: int, num_learners: int) -> tuple[Config, Plan]:
+    """Return the config of all machines with one machine's own numbers of workers and learners, and the plan for it."""
+    own: dict[str, object] = {"parallel.num_workers": num_workers}
+    if num_learners:
+        own["impala.num_learners"] = num_learners
+    config = with_changes(config, own, source="this cluster")
     return config, plan(config)
 
 

@@ -119,9 +119,11 @@ def error_in(output: Path, begins: int = 0) -> str | None:
     return found[-1].strip() if len(found) > 1 else None
 
 
-def how_it_ended(status: int) -> str:
+def how_it_ended(status: int | None) -> str:
     """Return `was killed by SIGKILL`, `ended with status 1`."""
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status is not None and status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
 
 
 def reason_of_failure(output: Path, status: int, begins: int = 0) -> str:

@@ -31,6 +31,7 @@ import psutil
 from rl_cluster_benchmark.core.errors import TrainingFailedError, UserError
 from rl_cluster_benchmark.core.stop import leave_orders_to_parent, orders_held_back
 from rl_cluster_benchmark.core.timing import beat
+from rl_cluster_benchmark.processes.child_process import how_it_ended
 from rl_cluster_benchmark.processes.watchdog import Pulse, Watchdog
 from rl_cluster_benchmark.profiling.attach import attach
 
@@ -230,10 +231,8 @@ class WorkerPool:
         process = self.processes[rank]
         process.join(timeout=5)
         code = process.exitcode
-        if code is None or code >= 0:
-            return f"ended with status {code}"
-        hint = " (is the machine out of memory? use fewer workers)" if -code == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{hint}"
+        hint = " (is the machine out of memory? use fewer workers)" if code == -signal.SIGKILL else ""
+        return how_it_ended(code) + hint
 
     def _lost(self, rank: int, how: str) -> None:
         args = self._replace(rank, how)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.core.timing import PHASES, PhaseClock
-
-MemoryLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+from rl_cluster_benchmark.processes.shared_memory import MemoryLayout
 
 
 def layout(num_processes: int) -> MemoryLayout:

@@ -53,6 +53,17 @@ def write(path: Path, content: bytes) -> str:
     return digest.hexdigest()
 
 
+def all_finite(value: Any) -> bool:
+    """Return whether the numbers and tensors of a checkpoint's state contain no NaN and no infinity."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(value.isfinite().all())
+    if isinstance(value, dict):
+        return all(all_finite(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return all(all_finite(inner) for inner in value)
+    return not isinstance(value, float) or value - value == 0
+
+
 def digest_at_end(data: bytes) -> str | None:
     """Return the digest at the end of a checkpoint's content (its last bytes are enough), or None without one."""
     end = data[-DIGEST_BYTES - len(MARK) :]

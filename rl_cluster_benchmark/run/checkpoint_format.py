@@ -192,14 +192,3 @@ def _from_1(state: dict[str, Any]) -> None:
 
 
 UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {1: _from_1}
-
-
-def all_finite(value: Any) -> bool:
-    """Return whether the numbers and tensors of a checkpoint's state contain no NaN and no infinity."""
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() or bool(value.isfinite().all())
-    if isinstance(value, dict):
-        return all(all_finite(inner) for inner in value.values())
-    if isinstance(value, list | tuple):
-        return all(all_finite(inner) for inner in value)
-    return not isinstance(value, float) or value - value == 0

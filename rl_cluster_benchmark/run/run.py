@@ -6,7 +6,6 @@ workers report (see execution/loop.py for the calls).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import multiprocessing
 import os
@@ -16,30 +15,27 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.atomic_files import write_atomically
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.stop import Signals
-from rl_cluster_benchmark.core.text import timestamp
 from rl_cluster_benchmark.core.timing import PhaseClock
-from rl_cluster_benchmark.learning.bad_numbers import COUNTS
+from rl_cluster_benchmark.learning.losses import COUNTS
 from rl_cluster_benchmark.machine.planning import Plan
-from rl_cluster_benchmark.run import checkpoint, metrics, resumption, summary
-from rl_cluster_benchmark.run.checkpoint_format import all_finite
+from rl_cluster_benchmark.run import checkpoint, metrics, provenance, resumption
+from rl_cluster_benchmark.run.checkpoint import all_finite
 from rl_cluster_benchmark.run.course import Goal, SaveTimer
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.episodes import EpisodeStatistics
 from rl_cluster_benchmark.run.memory import MemoryReadings
-from rl_cluster_benchmark.run.metrics import Asynchrony
+from rl_cluster_benchmark.run.metrics import Asynchrony, EpisodeStatistics
 from rl_cluster_benchmark.run.progress import Progress, Status
 from rl_cluster_benchmark.run.saver import Saver
 
 SHORTEST_RATE = 1.0  # seconds, the shortest time that a logged speed is the mean over
-FINAL_FPS_UPDATES = 10
+FINAL_FPS_UPDATES = 10  # that the final speed is the mean over
 BAD_IN_A_ROW = 100  # consecutive updates left out because of NaN or infinity, after which a run ends
 
 
@@ -56,7 +52,7 @@ class RunMachines:
 class Run:
     """A training run: counts steps and updates, logs, saves checkpoints, and writes the summary.
 
-    Use it as a context manager around the training; leaving the context writes the summary.
+    Its training is a `with summary.written(run)`, which ends it.
     """
 
     def __init__(
@@ -77,9 +73,8 @@ class Run:
         self.config, self.plan, self.directory, self.signals = config, plan, directory, signals
         self.resume, self.resumed_path, self.resumed_from = resume, resumed_path, resumed_from
         self._goal, self._save_timer = Goal(config.training), SaveTimer(config)
-        self.summary: dict[str, Any] | None = None
         self.run_id = uuid.uuid4().hex  # stays the same when the run is resumed or its files are copied
-        self.code = summary.code()  # read now, because a checkout may be at another commit when the run ends
+        self.code = provenance.code()  # read now, because a checkout may be at another commit when the run ends
         self.newest_checkpoint: dict[str, Any] | None = None  # {file, digest, steps}; evaluations refer to the digest
         self.clock = PhaseClock()
         self.episodes = EpisodeStatistics()
@@ -105,7 +100,7 @@ class Run:
         self._saver = Saver()
         self.worker_cpu_seconds = 0.0  # of worker processes, reported by them
         self._may_write, self._may_begin = may_write, may_begin
-        self._machines = machines or RunMachines([], [], plan.num_learners, lambda: 0)
+        self.machines = machines or RunMachines([], [], plan.num_learners, lambda: 0)
 
     # The course of a run
 
@@ -117,7 +112,7 @@ class Run:
         self._may_write()
         self._may_begin()
         if not self.resume:
-            self.directory.begin_run(self._machines.jobs)
+            self.directory.begin_run(self.machines.jobs)
         write_atomically(self.directory.config, configs.to_yaml(self.config).encode())
         resumption.remove_results_after(self.directory, self.updates)
         metrics.cut_after(self.directory.metrics_log, self.updates)
@@ -127,12 +122,12 @@ class Run:
             resumed_at=self.steps if self.resume else None,
         )
         self._progress = Progress()
-        self._read_memory()  # now, while all workers exist: at the first update of a short run some may have ended
+        self.read_memory()  # now, while all workers exist: at the first update of a short run some may have ended
         self._memory_readings.next_at = 0.0  # and again at the first update, when all buffers are in use
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._save_timer.restart()
-        self._recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)])
-        self._logs: deque[tuple[float, int]] = deque([self._recent[0]])  # (time, steps) of recent log lines
+        self.recent: deque[tuple[float, int]] = deque([(self.elapsed, self.steps)])
+        self._logs: deque[tuple[float, int]] = deque([self.recent[0]])  # (time, steps) of recent log lines
 
     @property
     def elapsed(self) -> float:
@@ -150,11 +145,11 @@ class Run:
 
     @property
     def num_workers(self) -> int:
-        return sum(workers for _, workers, _ in self._machines.shares) or self.plan.num_workers
+        return sum(workers for _, workers, _ in self.machines.shares) or self.plan.num_workers
 
     @property
     def usable_cores(self) -> int:
-        return sum(cores for _, _, cores in self._machines.shares) or self.plan.machine.usable_cores
+        return sum(cores for _, _, cores in self.machines.shares) or self.plan.machine.usable_cores
 
     @property
     def fraction(self) -> float:
@@ -202,10 +197,10 @@ class Run:
         self.steps += steps
         self.episodes.add(episodes)
         self.last_update_at = self.elapsed if at is None else max(self.last_update_at, at)
-        self._recent.append((self.last_update_at, self.steps))
-        _forget_older_updates(self._recent)
+        self.recent.append((self.last_update_at, self.steps))
+        _forget_older_updates(self.recent)
         if self._memory_readings.is_due():
-            self._read_memory()
+            self.read_memory()
         self._unlogged = self._line(losses, asynchrony or {})
         if self.updates % self.config.training.log_interval == 0:
             self._log()
@@ -238,13 +233,13 @@ class Run:
         """Write a checkpoint of the learner's state and of the run's own."""
         self._save(self.directory.step_checkpoint(self.steps), state)
 
-    def finish(self, state: dict[str, Any]) -> None:
+    def finish(self, state: Callable[[], dict[str, Any]]) -> None:
         """Write the last checkpoint: the final one, or one of a step if the run was interrupted."""
         path = self.directory.step_checkpoint(self.steps) if self.interrupted() else self.directory.final_checkpoint()
         before = self.resumed_from["progress"]["updates"] if self.resumed_from is not None else None
         if (path, self.updates) == (self.resumed_path, before):
             return  # this checkpoint exists already, and evaluations may refer to its digest
-        self._save(path, state)
+        self._save(path, state())
         self._saver.wait()
         self._saver.check()
 
@@ -361,7 +356,7 @@ class Run:
             "episodes": self.episodes.state_dict(),
             "asynchrony": self.asynchrony.state_dict(),
             "bad_numbers": dict(self.bad_numbers),
-            "parts": self._parts(),
+            "parts": self.parts(),
             # Every random stream is named by the seed and the number of the update (see seeding.py).
             "random_state": {"seed": self.config.env.seed, "next_update": self.updates},
         }
@@ -378,7 +373,7 @@ class Run:
         self.run_id = state.get("run_id") or self.run_id
         self._parts_before = state.get("parts", [])  # older checkpoints do not say
 
-    def _parts(self) -> list[dict[str, Any]]:
+    def parts(self) -> list[dict[str, Any]]:
         """Return what the parts of the run were trained with, between which it was resumed: each different one once."""
         if self.resumed_from is not None and self.updates == self.resumed_from["progress"]["updates"]:
             return self._parts_before  # this one has trained nothing yet
@@ -386,16 +381,16 @@ class Run:
             "cpu_model": self.plan.machine.cpu_model,
             "usable_cores": self.usable_cores,
             "num_workers": self.num_workers,
-            "num_learners": self._machines.num_learners,
+            "num_learners": self.machines.num_learners,
             "precision": self.plan.precision,
             "engine": self.plan.engine,
             "git_commit": self.code["git_commit"],
         }
         return self._parts_before if here in self._parts_before else [*self._parts_before, here]
 
-    def _read_memory(self) -> None:
+    def read_memory(self) -> None:
         sizes = self._memory_readings.read()
-        self._memory = sum(sizes.values()) + self._machines.memory_elsewhere()
+        self._memory = sum(sizes.values()) + self.machines.memory_elsewhere()
         self.peak_memory = max(self.peak_memory, self._memory)
         workers = [sizes[worker.pid] for worker in multiprocessing.active_children() if worker.pid in sizes]
         if len(workers) >= self._num_workers_seen:  # else some have ended, and the rest are charged for shared pages
@@ -404,98 +399,26 @@ class Run:
 
     # The end
 
-    def __enter__(self) -> Self:
-        return self
+    def has_begun(self) -> bool:
+        """Return whether `start` has begun the run's files."""
+        return self._metrics is not None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._metrics is None:  # it never started
-            return
+    def settle(self) -> None:
+        """Wait until everything is saved, and write what is left for the log: nothing follows but the summary."""
         self._saver.wait()
-        try:
-            if error is None:
-                self._end()
-            elif isinstance(error, TrainingFailedError):
-                with contextlib.suppress(TrainingFailedError, OSError):  # the disk may be full, which `error` says
-                    self._summarise("failed", str(error))
-        finally:
-            self._metrics.close()
-            if self._progress is not None:
-                self._progress.close()
-
-    def _end(self) -> None:
-        self._read_memory()
-        if self.interrupted():
-            self._summarise("interrupted", f"signal {self.signals.received}")
-        else:
-            self._summarise("finished", None)
-
-    def _summarise(self, state: str, reason: str | None) -> None:
         self._may_write()
         self._log()
-        self.summary = self._described(state, reason)
-        summary.write(self.directory, self.summary)
-        metrics.write_columns(self.directory.metrics, metrics.read_lines(self.directory.metrics_log))
 
-    def _described(self, state: str, reason: str | None) -> dict[str, Any]:
-        """Return the content of training_summary.json for a run that has ended."""
-        config, elapsed, machine = self.config, self.elapsed, self.plan.machine
-        return {
-            "run_id": self.run_id,
-            "algorithm": config.traits.label,
-            "mode": config.mode,
-            "env": config.env.name,
-            "seed": config.env.seed,
-            "state": state,
-            "reason": reason,
-            "num_envs": config.env.num_envs,
-            "num_workers": self.num_workers,
-            "num_learners": self._machines.num_learners,
-            "nodes": [name for name, _, _ in self._machines.shares] or None,
-            "duration_hours": elapsed / 3600,
-            "total_timesteps": self.steps,
-            "total_updates": self.updates,
-            "avg_fps": self.steps / self.last_update_at if self.last_update_at > 0 else 0.0,
-            "final_fps": self.final_fps(),
-            "peak_memory_gb": self.peak_memory / 1e9,
-            "memory_per_worker_mb": self.peak_worker_memory / 1e6 or None,  # null without worker processes
-            **self.episodes.summary(),
-            "asynchrony": self.asynchrony.summary(),
-            "bad_numbers": dict(self.bad_numbers),  # counts of what was NaN or infinite, and left out
-            "phase_shares": self.clock.shares(elapsed),
-            "cpu_utilization": self.cpu_seconds / elapsed / self.usable_cores if elapsed > 0 else 0.0,
-            "num_threads": self.plan.num_threads,
-            "precision": self.plan.precision,
-            "engine": self.plan.engine,
-            "cpu_model": machine.cpu_model,
-            "usable_cores": self.usable_cores,
-            "parts": self._parts(),
-            "checkpoint": self.newest_checkpoint,
-            "finished_at": timestamp(),
-            **self.code,
-        }
-
-    def final_fps(self) -> float:
-        """Return the speed over the last ten updates and at least the last second of this process.
-
-        Several updates may share one moment: reports of other machines come in lumps. A run that was already complete
-        and made no update takes the last lines of its log.
-        """
-        recent = list(self._recent)
-        if len(recent) == 1:
-            lines = metrics.read_lines(self.directory.metrics_log)[-FINAL_FPS_UPDATES - 1 :]
-            recent = [(line["time"], int(line["step"])) for line in lines] or recent
-        (start, first), (end, last) = recent[0], recent[-1]
-        return (last - first) / (end - start) if end > start else 0.0
+    def close(self) -> None:
+        """Close the log and the progress display, once everything is saved; a second call does nothing."""
+        self._saver.wait()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._progress is not None:
+            self._progress.close()
 
 
 def _forget_older_updates(recent: deque[tuple[float, int]]) -> None:
     """Keep (time, steps) of the last ten updates, and of those before that the last second needs."""
     while len(recent) > FINAL_FPS_UPDATES + 1 and recent[-1][0] - recent[1][0] >= SHORTEST_RATE:
         recent.popleft()
-
-
-def exit_status(run: Run) -> int:
-    """Return 0 if the run came to its end, or, as shells do, 128 + the number of the signal that interrupted it."""
-    return 0 if run.signals.received is None else 128 + run.signals.received

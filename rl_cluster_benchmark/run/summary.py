@@ -2,23 +2,103 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
-import subprocess
-from pathlib import Path
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from rl_cluster_benchmark import __version__
 from rl_cluster_benchmark.config.traits import is_sequential
 from rl_cluster_benchmark.core.atomic_files import write_json
+from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.core.text import timestamp
+from rl_cluster_benchmark.run import metrics
 from rl_cluster_benchmark.run.directory import RunDirectory
+from rl_cluster_benchmark.run.run import FINAL_FPS_UPDATES, Run
 
-PACKAGES = ("torch", "numpy", "envpool")
+
+@contextlib.contextmanager
+def written(run: Run) -> Iterator[None]:
+    """Write and show the summary of a run when its training, which this context is, ends or fails."""
+    try:
+        yield
+    except TrainingFailedError as error:
+        if run.has_begun():
+            with contextlib.suppress(TrainingFailedError, OSError):  # the disk may be full, which `error` says
+                _write(run, "failed", str(error))
+        raise
+    else:
+        if run.has_begun():
+            number = run.signals.received
+            state, reason = ("finished", None) if number is None else ("interrupted", f"signal {number}")
+            run.read_memory()
+            _write(run, state, reason)
+    finally:
+        run.close()
 
 
-def write(directory: RunDirectory, summary: dict[str, Any]) -> None:
-    write_json(directory.summary, summary)
-    write_json(directory.root / "benchmark_metrics.json", summary)  # the same under an older name
+def _write(run: Run, state: str, reason: str | None) -> None:
+    run.settle()
+    summary, directory = described(run, state, reason), run.directory
+    try:
+        write_json(directory.summary, summary)
+        write_json(directory.benchmark_metrics, summary)  # the same under an older name
+        metrics.write_columns(directory.metrics, metrics.read_lines(directory.metrics_log))
+    finally:
+        run.close()  # with a last line of progress
+        with contextlib.suppress(OSError):
+            print(block(summary, directory), flush=True)
+
+
+def described(run: Run, state: str, reason: str | None) -> dict[str, Any]:
+    """Return the content of training_summary.json for a run that has ended."""
+    config, elapsed, machine = run.config, run.elapsed, run.plan.machine
+    return {
+        "run_id": run.run_id,
+        "algorithm": config.traits.label,
+        "mode": config.mode,
+        "env": config.env.name,
+        "seed": config.env.seed,
+        "state": state,
+        "reason": reason,
+        "num_envs": config.env.num_envs,
+        "num_workers": run.num_workers,
+        "num_learners": run.machines.num_learners,
+        "nodes": [name for name, _, _ in run.machines.shares] or None,
+        "duration_hours": elapsed / 3600,
+        "total_timesteps": run.steps,
+        "total_updates": run.updates,
+        "avg_fps": run.steps / run.last_update_at if run.last_update_at > 0 else 0.0,
+        "final_fps": final_fps(run),
+        "peak_memory_gb": run.peak_memory / 1e9,
+        "memory_per_worker_mb": run.peak_worker_memory / 1e6 or None,  # null without worker processes
+        **run.episodes.summary(),
+        "asynchrony": run.asynchrony.summary(),
+        "bad_numbers": dict(run.bad_numbers),  # counts of what was NaN or infinite, and left out
+        "phase_shares": run.clock.shares(elapsed),
+        "cpu_utilization": run.cpu_seconds / elapsed / run.usable_cores if elapsed > 0 else 0.0,
+        "num_threads": run.plan.num_threads,
+        "precision": run.plan.precision,
+        "engine": run.plan.engine,
+        "cpu_model": machine.cpu_model,
+        "usable_cores": run.usable_cores,
+        "parts": run.parts(),
+        "checkpoint": run.newest_checkpoint,
+        "finished_at": timestamp(),
+        **run.code,
+    }
+
+
+def final_fps(run: Run) -> float:
+    """Return the speed over the last ten updates and at least the last second of this process.
+
+    Several updates may share one moment: reports of other machines come in lumps. A run that was already complete
+    and made no update takes the last lines of its log.
+    """
+    recent = list(run.recent)
+    if len(recent) == 1:
+        lines = metrics.read_lines(run.directory.metrics_log)[-FINAL_FPS_UPDATES - 1 :]
+        recent = [(line["time"], int(line["step"])) for line in lines] or recent
+    (start, first), (end, last) = recent[0], recent[-1]
+    return (last - first) / (end - start) if end > start else 0.0
 
 
 def block(summary: dict[str, Any], directory: RunDirectory) -> str:
@@ -80,27 +160,6 @@ def _bad_numbers(counts: dict[str, float]) -> list[str]:
         return []
     found = ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in counts.items())
     return ["", f"NaN or Infinite, Left Out: {found}"]
-
-
-def code() -> dict[str, Any]:
-    """Return what identifies the code of a run: this checkout's commit, and the versions of Python and packages."""
-    versions = {"rl_cluster_benchmark": __version__, "python": platform.python_version(), **package_versions()}
-    return {"git_commit": git_commit(), "versions": versions}
-
-
-def git_commit() -> str | None:
-    """Return the commit of the checkout that this code runs from, with a + if files were changed; None outside one."""
-    here = Path(__file__).parent
-    try:
-        call = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
-        done = subprocess.run(call, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def package_versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def _reward(summary: dict[str, Any], key: str) -> str:

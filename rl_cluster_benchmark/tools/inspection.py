@@ -10,8 +10,8 @@ from typing import Any
 from rl_cluster_benchmark.config.traits import LABELS
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.checkpoint_format import all_finite
-from rl_cluster_benchmark.run.episodes import EpisodeStatistics
+from rl_cluster_benchmark.run.checkpoint import all_finite
+from rl_cluster_benchmark.run.metrics import EpisodeStatistics
 
 
 def inspect(path: Path, *, as_json: bool) -> int:

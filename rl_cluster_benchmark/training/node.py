@@ -1,4 +1,4 @@
-"""The course of a distributed run on one machine: meet the others, agree on the work, train, leave."""
+"""What a distributed run needs besides training: meet the other machines, agree on the work, follow the head, leave."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rl_cluster_benchmark.cluster import placement
-from rl_cluster_benchmark.cluster.deadline import limited as _limited
 from rl_cluster_benchmark.cluster.rendezvous import Cluster, meet
+from rl_cluster_benchmark.cluster.store import limited as _limited
 from rl_cluster_benchmark.cluster.store import told_if_silent
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
@@ -26,11 +26,9 @@ SECONDS_BEYOND = 30.0  # after cluster.join_timeout, until a process that is blo
 SECONDS_TO_SEE_A_FILE = 15.0  # network filesystems show a new file late
 
 
-def train(config: Config, signals: Signals, node_rank: int | None, train_head: Callable[[Cluster], int]) -> int:
-    """Meet the other machines and train; return the exit status, or raise Interrupted.
-
-    `train_head` is called on the head: it does everything from opening the run directory to writing the summary.
-    """
+@contextlib.contextmanager
+def met(config: Config, signals: Signals, node_rank: int | None) -> Iterator[Cluster]:
+    """Meet the other machines, and be one of them within the context; errors there are told to the others."""
     place = placement.find(config, node_rank)
     if place.num_nodes > 1:
         who = "this machine" if place.rank is None else f"node {place.rank}"
@@ -41,14 +39,8 @@ def train(config: Config, signals: Signals, node_rank: int | None, train_head: C
         )
     with _limited(config.cluster.join_timeout + SECONDS_BEYOND, "The head's store did not answer any more."):
         cluster = meet(config, place, signals)
-    with _told_to_others(cluster):
-        return train_head(cluster) if cluster.is_head else _follow(cluster)
-
-
-@contextlib.contextmanager
-def _told_to_others(cluster: Cluster) -> Iterator[None]:
     try:
-        yield
+        yield cluster
     except (UserError, TrainingFailedError, OSError) as error:
         cluster.membership.report_failure(str(error))
         raise
@@ -61,33 +53,13 @@ def _told_to_others(cluster: Cluster) -> Iterator[None]:
     cluster.membership.leave()
 
 
-def on_this_cluster(config: Config, cluster: Cluster, resumed_from: dict[str, Any] | None) -> Config:
-    """Return the config with the numbers of machines and environments of this cluster.
-
-    A resumed run keeps its number of environments, whatever number of workers shares them.
-    """
-    num_nodes, per_worker = len(cluster.nodes), config.parallel.num_envs_per_worker
-    changes: dict[str, object] = {"cluster.num_workers": num_nodes, "mode": "distributed"}
-    if config.cluster.min_nodes is not None:
-        changes["cluster.min_nodes"] = min(config.cluster.min_nodes, num_nodes)
-    if per_worker is not None:
-        before = resumed_from["config"]["env"]["num_envs"] if resumed_from is not None else None
-        changes |= {
-            "env.num_envs": before or cluster.num_workers * per_worker,
-            "parallel.num_envs_per_worker": None,
-        }
-    agreed = config_files.build(config_files.to_dict(config), changes, source="this cluster")
-    if agreed.env.num_envs < cluster.num_workers:
-        raise UserError(
-            f"{agreed.env.num_envs} environments cannot be shared by the {cluster.num_workers} workers of "
-            f"{num_nodes} machines; use more --num-envs, or fewer --workers-per-node."
-        )
-    if agreed.env.num_envs < cluster.num_learners:
-        raise UserError(
-            f"The {cluster.num_learners} learners of {num_nodes} machines need as many environments, but there are "
-            f"{agreed.env.num_envs}; use more --num-envs, or fewer impala.num_learners."
-        )
-    return agreed
+def on_this_cluster(
+    config: Config, cluster: Cluster, resumed_from: dict[str, Any] | None
+) -> tuple[Config, planning.Plan]:
+    """Return the head's config with the numbers of machines and environments of this cluster, and the plan for it."""
+    num_envs = resumed_from["config"]["env"]["num_envs"] if resumed_from is not None else None
+    config = planning.on_machines(config, len(cluster.nodes), cluster.num_workers, cluster.num_learners, num_envs)
+    return config_of_this_node(config, cluster)
 
 
 @told_if_silent()
@@ -130,7 +102,8 @@ def send_home(cluster: Cluster) -> None:
         cluster.read(f"ready/{rank}")
 
 
-def _follow(cluster: Cluster) -> int:
+def follow(cluster: Cluster) -> int:
+    """Train on a machine that is not the head, as the head says; return the exit status."""
     from rl_cluster_benchmark.processes.watchdog import limit_of, watched
     from rl_cluster_benchmark.training import executions
 
@@ -152,17 +125,13 @@ def _follow(cluster: Cluster) -> int:
         with watched(limit_of(config), is_parent=True):
             executions.follow(cluster, config, plan, path, work["progress"])
     print(f"{label}: {'stopped by a signal' if cluster.signals.received else 'finished'}", flush=True)
-    return 0 if cluster.signals.received is None else 128 + cluster.signals.received
+    return cluster.signals.status
 
 
 def config_of_this_node(config: Config, cluster: Cluster) -> tuple[Config, planning.Plan]:
     """Return the head's config with this machine's own numbers of workers and learners, and the plan for it."""
     this = cluster.nodes[cluster.rank]
-    own: dict[str, object] = {"parallel.num_workers": this.num_workers}
-    if this.num_learners:
-        own["impala.num_learners"] = this.num_learners
-    config = config_files.build(config_files.to_dict(config), own, source="this cluster")
-    return config, planning.plan(config)
+    return planning.on_one_of_them(config, this.num_workers, this.num_learners)
 
 
 @contextlib.contextmanager

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import Interrupted, Signals
-from rl_cluster_benchmark.execution import sequential
 from rl_cluster_benchmark.execution.actor_learner import split
+from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
-from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.learning.learner import OPTIMIZERS, Alone
 from rl_cluster_benchmark.machine import planning, process
 from rl_cluster_benchmark.nets.models import num_weights
 from rl_cluster_benchmark.processes.pool import start_server
 from rl_cluster_benchmark.processes.watchdog import limit_of, watched
+from rl_cluster_benchmark.profiling.attach import attach
 from rl_cluster_benchmark.run import checkpoint, resumption, summary
 from rl_cluster_benchmark.run.checkpoint_format import MAX_BYTES
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.run import Run, RunMachines, exit_status
+from rl_cluster_benchmark.run.run import Run, RunMachines
 from rl_cluster_benchmark.training import executions, node
 
 BYTES_PER_OBSERVATION = {"image": 64 * 64 * 3, "vector": 200}
@@ -43,31 +45,37 @@ def train(
     process.check_device(config.hardware.device)
     if not config.is_sequential:
         start_server(config.env.game)
-
-    def train_here(cluster: Cluster | None = None) -> int:
-        how = {"resume": resume, "resume_if_present": resume_if_present, "overwrite": overwrite}
-        return _train(config, signals, **how, cluster=cluster)
-
     try:
         if config.traits.has_actors and config.is_distributed:
             config = split.fill_in(config, signals.check)
-        return node.train(config, signals, node_rank, train_here) if config.is_distributed else train_here()
+        machines = node.met(config, signals, node_rank) if config.is_distributed else contextlib.nullcontext()
+        with machines as cluster:
+            if cluster is not None and not cluster.is_head:
+                return node.follow(cluster)
+            how = {"resume": resume, "resume_if_present": resume_if_present, "overwrite": overwrite}
+            with _opened(config, signals, cluster, **how) as run:
+                if run is None:
+                    return 0
+                if run.config.is_sequential:
+                    attach(0)
+                    learn(Worker.of(run), run, Alone())
+                else:
+                    executions.train(run, cluster or MachineAlone(run.plan, signals))
+            return signals.status
     except Interrupted:
         known = "" if config.is_distributed else ": no file of a run was written or removed"  # else others may have
         print(f"Stopped before training began{known}.", flush=True)
-        return 128 + (signals.received or 0)
+        return signals.status
 
 
-def _train(
-    config: Config,
-    signals: Signals,
-    *,
-    resume: bool,
-    resume_if_present: bool,
-    overwrite: bool,
-    cluster: Cluster | None,
-) -> int:
-    """Train in one process, on one machine, or on the head of a cluster: everything between claim and summary."""
+@contextlib.contextmanager
+def _opened(
+    config: Config, signals: Signals, cluster: Cluster | None, *, resume: bool, resume_if_present: bool, overwrite: bool
+) -> Iterator[Run | None]:
+    """Provide the run in one process, on one machine, or on the head of a cluster: all between claim and summary.
+
+    None is provided if the run has already finished.
+    """
     directory = RunDirectory.of(config)
     job = cluster.place.job if cluster is not None and cluster.place.is_restart else ""
     may_resume = resume or resume_if_present or directory.was_begun_by(job)  # a job may have restarted its command
@@ -95,7 +103,7 @@ def _train(
         if overwrite and not resume:
             checkpoint.check_own(directory)
         if cluster is not None:
-            config, plan = node.config_of_this_node(node.on_this_cluster(config, cluster, resumed_from), cluster)
+            config, plan = node.on_this_cluster(config, cluster, resumed_from)
         plan = planning.compiled(config, plan)
         _check_memory(config, plan)
         if not resume:  # runs of older versions may have such a setting, and go on
@@ -116,7 +124,8 @@ def _train(
             print("Nothing is left to do: raise --total-timesteps or --duration to go on with this run.", flush=True)
             if cluster is not None:
                 node.send_home(cluster)
-            return 0
+            yield None
+            return
         print("\n".join(_header(config, plan, directory, cluster)), flush=True)
         if resumed_from is not None:
             steps, updates = resumed_from["progress"]["steps"], resumed_from["progress"]["updates"]
@@ -128,15 +137,9 @@ def _train(
         run.check_begun()
         if cluster is not None:
             node.agree_on_work(cluster, config, directory.root, resumed_path, run.progress_state())
-        try:
-            is_parent = not config.is_sequential
-            with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), run:
-                _execute(run, cluster)
-        finally:
-            if run.summary is not None:
-                with contextlib.suppress(OSError):
-                    print(summary.block(run.summary, directory), flush=True)
-        return exit_status(run)
+        is_parent = not config.is_sequential
+        with watched(limit_of(config), is_parent=is_parent, waits_for=run.waits_for), summary.written(run):
+            yield run
     finally:
         claim.release()
 
@@ -144,14 +147,6 @@ def _train(
 def _machines_of(cluster: Cluster) -> RunMachines:
     jobs = [member.job for member in cluster.nodes]
     return RunMachines(cluster.shares(), jobs, cluster.num_learners, cluster.membership.memory_elsewhere)
-
-
-def _execute(run: Run, cluster: Cluster | None) -> None:
-    """Train the run to its end."""
-    if run.config.is_sequential:
-        sequential.train(run)
-    else:
-        executions.train(run, cluster or MachineAlone(run.plan, run.signals))
 
 
 def _check_memory(config: Config, plan: planning.Plan) -> None:

@@ -1,15 +1,18 @@
 """Commands as a person types them: help, wrong inputs, the documented scripts."""
 
+import argparse
 import os
 import pickle
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
 import torch
 from helpers.commands import ROOT, environment, rlcb, tiny_run
 
+from rl_cluster_benchmark.cli import parser
 from rl_cluster_benchmark.run import checkpoint
 
 
@@ -36,14 +39,22 @@ def test_help_answers_at_once_and_does_not_import_torch():
     assert done.stdout.strip() == "False"
 
 
+def test_every_subcommand_calls_a_function_that_is_there():
+    tables = tomllib.loads(parser.COMMANDS.read_text())
+    commands = [table["run"] for table in tables.values() if "run" in table]
+    assert len(commands) > 15
+    for command in commands:
+        assert callable(parser.command_of(argparse.Namespace(command=command))), command
+
+
 def test_threads_are_set_before_numpy_and_torch_start():
     code = (
         "import sys\n"
-        "from rl_cluster_benchmark.cli import main as cli\n"
+        "from rl_cluster_benchmark.cli import main as cli, training_commands\n"
         "args = cli.build_parser().parse_args(['train', '--num-threads', '3'])\n"
         "config = cli.config_from(args)\n"
         "assert 'numpy' not in sys.modules and 'torch' not in sys.modules\n"
-        "cli._start_process(config)\n"
+        "training_commands._start_process(config)\n"
         "import os, torch\n"
         "print(torch.get_num_threads(), *(os.environ[v] for v in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS',"
         " 'OPENBLAS_NUM_THREADS')))\n"

@@ -15,8 +15,8 @@ from helpers.commands import ROOT, environment, rlcb
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.learning.minibatch import Moments
-from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.nets.models import ActorCritic, make_model
 from rl_cluster_benchmark.profiling.pass_timers import IN_C, WHOLE_PASS, Passes

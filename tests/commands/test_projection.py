@@ -19,6 +19,7 @@ from rl_cluster_benchmark.execution.in_step.worker_course import WorkerCourse, l
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.tools.projection import inputs, projection
@@ -138,7 +139,7 @@ def test_updates_between_averages():
     assert found == pytest.approx(2 * (999 * 0.01005 + 0.00005) / 3)
 
 
-class Counting:
+class Counting(Alone):
     """A reducer that counts what would cross the network."""
 
     def __init__(self):
@@ -154,7 +155,7 @@ class Counting:
             self.small += 1
         return tensor
 
-    total = __call__
+    total = running_sum = __call__
 
 
 class Nobody:

@@ -263,7 +263,7 @@ def test_a_run_that_another_machine_began_meanwhile_is_not_called_replaced(train
     monkeypatch.setattr(RunDirectory, "was_begun_by", lambda self, job: next(answers, True))
     config = configs.load(output / "config.yaml", {"output_dir": str(output), "training.total_timesteps": 600})
     how = {"resume": False, "resume_if_present": False, "overwrite": False}
-    assert training._train(config, Signals(), **how, cluster=None) == 0
+    assert training.train(config, Signals(), **how) == 0
     out = capsys.readouterr().out
     assert "Replacing the run" not in out
     assert "No checkpoint to resume from: starting at the beginning." in out

@@ -23,6 +23,7 @@ from rl_cluster_benchmark.config.config_files import load
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.run import Run, _forget_older_updates
+from rl_cluster_benchmark.run.summary import final_fps
 from rl_cluster_benchmark.tools.analysis.runs import load_runs
 from rl_cluster_benchmark.tools.quickstart import _holds_a_quickstart
 
@@ -162,12 +163,12 @@ def test_reports_out_of_order_are_not_taken_for_speed():
 def test_the_final_speed_is_that_of_a_second_at_least():
     """Reports of other machines come in lumps: many updates share a moment, the last ten may span almost no time."""
     run = object.__new__(Run)
-    run._recent = deque([(0.0, 0)])
+    run.recent = deque([(0.0, 0)])
     for update in range(1, 401):  # 100 steps every 10 ms, told in lumps of 20 updates
         moment = 0.2 * (1 + (update - 1) // 20)
-        run._recent.append((moment, 100 * update))
-        _forget_older_updates(run._recent)
-    assert run.final_fps() == pytest.approx(10_000, rel=0.2)
+        run.recent.append((moment, 100 * update))
+        _forget_older_updates(run.recent)
+    assert final_fps(run) == pytest.approx(10_000, rel=0.2)
     slow = deque((10.0 * update, update) for update in range(30))
     _forget_older_updates(slow)
     assert len(slow) == 11, "of slow updates the last ten"

@@ -12,9 +12,8 @@ import pytest
 from harness import EPISODE, N_STEPS, NUM_ENVS, Mode
 
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.checkpoint import DamagedCheckpointError
-from rl_cluster_benchmark.run.checkpoint_format import all_finite
-from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.checkpoint import DamagedCheckpointError, all_finite
+from rl_cluster_benchmark.run.metrics import WINDOW
 from rl_cluster_benchmark.tools.analysis.run_files import UnusableRunError
 from rl_cluster_benchmark.tools.analysis.runs import load_run
 

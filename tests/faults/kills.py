@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from chains import FAULTS, Chain, Kill, faults_of, small_disk
 from harness import MODES, Faulty, Mode
 
-from rl_cluster_benchmark.cli.arguments import positive
+from rl_cluster_benchmark.cli.values import positive
 from rl_cluster_benchmark.core.stop import ORDERS
 
 LENGTH = 6  # faults of a chain, before its end

@@ -10,7 +10,7 @@ import pytest
 from harness import MODES, Faulty
 
 from rl_cluster_benchmark.run import checkpoint
-from rl_cluster_benchmark.run.checkpoint_format import all_finite
+from rl_cluster_benchmark.run.checkpoint import all_finite
 
 LONG = os.environ.get("RLCB_FAULTS") == "long"
 SEQUENTIAL, PPO, IMPALA = MODES[0], MODES[1], MODES[4]

@@ -23,8 +23,7 @@ from rl_cluster_benchmark.execution.actor_learner.machines_updates import Machin
 from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
 from rl_cluster_benchmark.execution.actor_learner.split import Costs, fill_in, split
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore, gather, unroll_layout
-from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, StateToSave, UpdateMade
-from rl_cluster_benchmark.execution.reports import Reports
+from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, Reports, StateToSave, UpdateMade
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.machine import detection, planning
 from rl_cluster_benchmark.processes.claims import Claims

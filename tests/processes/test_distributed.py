@@ -42,8 +42,8 @@ from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps
 from rl_cluster_benchmark.execution.loop import Worker
-from rl_cluster_benchmark.learning import bad_numbers
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import Alone
+from rl_cluster_benchmark.learning.losses import left_out as counts_left_out
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.processes import watchdog
 from rl_cluster_benchmark.run import checkpoint
@@ -342,7 +342,7 @@ def test_machines_that_skip_updates_by_themselves_are_counted_and_hide_no_losses
 
 def test_experience_that_all_machines_leave_out_is_counted_once():
     """The loop has summed the counts over all machines before."""
-    left_out = bad_numbers.left_out((6, 0), "skip")
+    left_out = counts_left_out((6, 0), "skip")
     here_steps = local_steps(lambda mine: 2 * mine, workers_here=1)
     losses = here_steps.of_all_machines({"policy_loss": math.nan} | left_out)
     assert {name: losses[name] for name in left_out} == left_out

@@ -32,7 +32,7 @@ from rl_cluster_benchmark.execution.machines.machine_averaging import MachineAve
 from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
 from rl_cluster_benchmark.execution.machines.other_machines import Corrections, IndependentMachines, News
 from rl_cluster_benchmark.execution.messages import UpdateMade
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.machine.planning import plan
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights

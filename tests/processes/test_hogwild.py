@@ -17,12 +17,10 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.stop import Signals
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.hogwild import hogwild, hogwild_worker
-from rl_cluster_benchmark.execution.hogwild.hogwild_worker import SumSinceLastTime, share
+from rl_cluster_benchmark.execution.hogwild.hogwild_worker import SumSinceLastTime, WithoutWaiting
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.messages import StateToSave, UpdateMade
-from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import OPTIMIZERS, Alone, Learner
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
@@ -190,16 +188,17 @@ def test_shared_parameters_and_statistics_change_no_step(optimizer):
     torch.manual_seed(0)
     model = make_model(config.model, (4,), 3, config.hardware, torch.float32)
 
-    def learner():
+    def learner(reduce):
         make = partial(OPTIMIZERS[optimizer], eps=1e-5)
-        return Learner(copy.deepcopy(model), optimizer=make, max_grad_norm=0.5, num_stats=0, reduce=Alone())
+        return Learner(copy.deepcopy(model), optimizer=make, max_grad_norm=0.5, num_stats=0, reduce=reduce)
 
-    alone, workers = learner(), [learner(), learner()]
+    alone = learner(Alone())
     size, moments = len(alone.flat), OPTIMIZERS[optimizer].MOMENTS
     layout = {"parameters": ((size,), torch.float32), "optimizer_steps": ((1,), torch.float32)}
+    layout |= {"returns": ((2, 8), torch.float64), "elsewhere": ((5,), torch.float64)}
     shared = SharedTensors(layout | {f"moment_{name}": ((size,), torch.float32) for name in moments})
-    for rank, worker in enumerate(workers):
-        share(worker, shared, fill=rank == 0)
+    workers = [learner(WithoutWaiting(shared, rank)) for rank in range(2)]
+    shared["parameters"].copy_(alone.flat)
     for turn in range(6):
         gradient = torch.randn(size)
         for one in (alone, workers[turn % 2]):

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
-from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
 from rl_cluster_benchmark.execution.actor_learner.actor_process import act
@@ -28,11 +26,10 @@ from rl_cluster_benchmark.execution.actor_learner.learner_process import learn_i
 from rl_cluster_benchmark.execution.actor_learner.machines_updates import MachinesUpdates
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import NUM_COUNTS, averaging_of
-from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat
+from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineShare
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
 from rl_cluster_benchmark.execution.messages import LostContact, ProcessTimes, Report
 from rl_cluster_benchmark.machine import process
-from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.pool import WorkerPool, end_of
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
@@ -43,13 +40,10 @@ from rl_cluster_benchmark.run.run import Run
 class ActorLearnerMachine:
     """One machine's actors and learners; see training/executions.py for what is asked of it."""
 
-    def __init__(
-        self, cluster: Cluster | MachineAlone, config: Config, plan: Plan, folder: Path, resumed_path: Path | None,
-        progress: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.cluster, self.config, self.plan, self.progress = cluster, config, plan, progress
-        self.shared = Shared(config, plan, folder, resumed_path, MachineSeat.of(cluster, config))
-        self.replace = Replacements(self.shared, progress)
+    def __init__(self, cluster: Cluster | MachineAlone, share: MachineShare) -> None:
+        self.cluster, self.config, self.plan, self.progress = cluster, share.config, share.plan, share.progress
+        self.shared = Shared(share)
+        self.replace = Replacements(self.shared, share.progress)
 
     def updates(self, run: Run) -> MachinesUpdates:
         return MachinesUpdates(run, self.shared, self.times)

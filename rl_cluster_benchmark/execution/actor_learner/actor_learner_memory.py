@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
-from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import StepBoard
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines import machine_supervisor
-from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.execution.machines.machine_links import MachineShare
 from rl_cluster_benchmark.execution.machines.other_machines import IndependentMachines
 from rl_cluster_benchmark.execution.messages import Started
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
-from rl_cluster_benchmark.execution.task import Task, deal
-from rl_cluster_benchmark.machine.planning import Plan
+from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.claims import Claims
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
@@ -27,10 +24,11 @@ from rl_cluster_benchmark.processes.waiting import wait_until
 class Shared:
     """What the processes of a run share on one machine. Handed to a spawned process, it is the same there."""
 
-    def __init__(self, config: Config, plan: Plan, folder: Path, resumed_path: Path | None, seat: MachineSeat) -> None:
-        self.config, self.plan, self.folder, self.resumed_path, self.seat = config, plan, folder, resumed_path, seat
+    def __init__(self, share: MachineShare) -> None:
+        config, plan, seat = share.config, share.plan, share.seat
+        self.share, self.config, self.plan, self.seat = share, config, plan, seat
         self.task = Task.of(config)
-        self.shards = seat.own(deal(config.env.num_envs, seat.total_workers), plan.num_workers)
+        self.shards = share.shards()
         self.num_learners = plan.num_learners
         each = config.unrolls_per_learner(seat.total_learners)
         unrolls_per_step = each * seat.total_learners

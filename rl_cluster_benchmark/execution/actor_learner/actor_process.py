@@ -12,10 +12,10 @@ from rl_cluster_benchmark.core.seeding import integer_seed
 from rl_cluster_benchmark.env.environments import make_env
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
 from rl_cluster_benchmark.execution.messages import BadNumbers, EpisodesEnded
-from rl_cluster_benchmark.experience.rewards import DiscountedReturns
-from rl_cluster_benchmark.experience.rollout import Collector
-from rl_cluster_benchmark.learning import bad_numbers
+from rl_cluster_benchmark.experience.returns import DiscountedReturns
+from rl_cluster_benchmark.experience.rollout import Collector, count_bad
 from rl_cluster_benchmark.learning.learner import move_parameters
+from rl_cluster_benchmark.learning.losses import left_out
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes import process_times
@@ -70,10 +70,10 @@ def act(
         if rollout is None:
             return
         index += 1
-        is_bad, *counts = bad_numbers.count(rollout)
+        is_bad, *counts = count_bad(rollout)
         if is_bad:  # the page stays free: nobody sees it
             shared.flags["left_out"][actor, 0] += rollout.num_steps
-            bad = bad_numbers.left_out(counts, config.training.on_nan)
+            bad = left_out(counts, config.training.on_nan)
             connection.send(BadNumbers(bad))
         else:
             store.publish(actor, page, version=version, return_moments=returns.moments(rollout))

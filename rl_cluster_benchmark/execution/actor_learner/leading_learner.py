@@ -15,13 +15,12 @@ from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.unrolls import UnrollStore
 from rl_cluster_benchmark.execution.machines.other_machines import News, OtherMachines
-from rl_cluster_benchmark.execution.messages import FinalState, NothingLeftToDo, StateToSave, UpdateMade
-from rl_cluster_benchmark.execution.orders import Orders
-from rl_cluster_benchmark.learning.bad_numbers import mean_of
+from rl_cluster_benchmark.execution.messages import FinalState, NothingLeftToDo, Orders, StateToSave, UpdateMade
+from rl_cluster_benchmark.learning.losses import mean_of
 from rl_cluster_benchmark.processes.claims import MOST, Claims
-from rl_cluster_benchmark.processes.process_times import MemoryLayout, TimeKeeper
+from rl_cluster_benchmark.processes.process_times import TimeKeeper
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
-from rl_cluster_benchmark.processes.shared_memory import SharedTensors
+from rl_cluster_benchmark.processes.shared_memory import MemoryLayout, SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.course import Goal, SaveTimer

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_cluster_benchmark.algorithms.impala import Impala
+import numpy as np
+
+from rl_cluster_benchmark.algorithms.impala import Impala, Unrolls
+from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.seeding import stream
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
-from rl_cluster_benchmark.execution.actor_learner.leading_learner import LeadingLearner
+from rl_cluster_benchmark.execution.actor_learner.leading_learner import REPLAY, LeadingLearner, StepBoard
 from rl_cluster_benchmark.execution.actor_learner.replay import ReplayFile
-from rl_cluster_benchmark.execution.actor_learner.unroll_learner import UnrollLearner
-from rl_cluster_benchmark.execution.actor_learner.unrolls import unroll_layout
+from rl_cluster_benchmark.execution.actor_learner.unrolls import Fields, UnrollStore, gather, unroll_layout
 from rl_cluster_benchmark.execution.loop import build_algorithm, state_of
 from rl_cluster_benchmark.execution.machines.machine_links import join_machines
 from rl_cluster_benchmark.execution.machines.other_machines import (
@@ -22,9 +26,10 @@ from rl_cluster_benchmark.execution.machines.other_machines import (
     OtherMachines,
 )
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
+from rl_cluster_benchmark.experience.returns import scaled
 from rl_cluster_benchmark.processes import process_times
+from rl_cluster_benchmark.processes.claims import Claims
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
-from rl_cluster_benchmark.run import checkpoint
 
 
 def learn_in_step(
@@ -33,16 +38,16 @@ def learn_in_step(
     """Learn step after step from the unrolls that the leader, the first learner, hands out."""
     config, plan, task, clock, flags = shared.config, shared.plan, shared.task, keeper.clock, shared.flags
     reduce, others = _join(rank, shared, clock)
-    state = checkpoint.load(shared.resumed_path) if shared.resumed_path else None
     model, algorithm = build_algorithm(
-        config, plan, task.observation_shape, task.num_actions, env_ids=(), reduce=reduce, checkpoint=state
-    )
+        config, plan, task.observation_shape, task.num_actions, env_ids=(), reduce=reduce,
+        checkpoint=shared.share.checkpoint(),
+    )  # fmt: skip
     assert isinstance(algorithm, Impala)
     store, board, corrections = shared.store(), shared.board(), Corrections(flags)
     replay = None
     if config.impala.replay_fraction > 0:
         share = -(-config.impala.replay_size // shared.num_learners)
-        replay = ReplayFile(shared.folder, share, unroll_layout(task, config.training.n_steps))
+        replay = ReplayFile(shared.share.folder, share, unroll_layout(task, config.training.n_steps))
     random = stream(config.env.seed, "replay", rank + shared.seat.first_learner, progress["updates"])
     lessons = UnrollLearner(config, algorithm, board, shared.claims, store, replay, random)
     leader = None
@@ -64,7 +69,8 @@ def learn_in_step(
         correction = board.correction  # when the gradients have met, the next step may have been announced
         with clock.phase("update"):
             losses = lessons.learn(clock)
-        corrections.add_to(algorithm.learner, correction)
+        if correction:
+            corrections.add_to(algorithm.learner, correction)
         keeper.write()
         if leader is not None and leader.step_done(losses):
             leader.record()
@@ -85,3 +91,41 @@ def _join(rank: int, shared: Shared, clock: PhaseClock) -> tuple[SharedMemoryRed
     leaders, beyond = join_machines(seat, rank)
     others = MachinesInStep(flags, leaders.sum, is_head=seat.node_rank == 0) if leaders else OtherMachines(flags)
     return SharedMemoryReducer(shared.sums, rank, clock, beyond), others
+
+
+class UnrollLearner:
+    """One learner's part in the steps."""
+
+    def __init__(
+        self, config: Config, algorithm: Impala, board: StepBoard, claims: Claims, store: UnrollStore,
+        replay: ReplayFile | None, random: np.random.Generator,
+    ) -> None:  # fmt: skip
+        """`random` chooses what comes from the replay, if there is one."""
+        self.config, self.algorithm, self.board, self.claims, self.store = config, algorithm, board, claims, store
+        self._replay, self._random = replay, random
+
+    def learn(self, clock: PhaseClock) -> dict[str, float]:
+        """Take the step on the board, together with the other learners, and return its losses."""
+        self.algorithm.begin()
+        while (number := self.claims.take()) is not None:
+            places = self._places(self.board.group(number), clock)
+            if places:
+                self.algorithm.add(self._unrolls(places))
+        return self.algorithm.finish(self.board.rate)
+
+    def _places(self, rows: Sequence[int], clock: PhaseClock) -> list[tuple[Fields, int]]:
+        places: list[tuple[Fields, int]] = [(self.store, row) for row in rows if row != REPLAY]
+        if self._replay is not None:
+            with clock.phase("communication"):
+                old = sum(row == REPLAY for row in rows)
+                drawn = self._replay.sample(old, self._random) if old and len(self._replay) else []
+                for fields, row in places:
+                    self._replay.add(fields, row)
+            places += drawn
+        return places
+
+    def _unrolls(self, places: Sequence[tuple[Fields, int]]) -> Unrolls:
+        unrolls = gather(places)
+        if not self.config.training.normalize_reward:
+            return unrolls
+        return dataclasses.replace(unrolls, rewards=scaled(unrolls.rewards, self.board.divisor))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rl_cluster_benchmark.execution.actor_learner.actor_learner_memory import Shared
 from rl_cluster_benchmark.execution.machines.machine_averaging import EXCHANGES, exchanges_before
-from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, UpdateMade
-from rl_cluster_benchmark.execution.reports import merged, merged_metrics
+from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, UpdateMade, merged, merged_metrics
 from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.run.run import Run
 

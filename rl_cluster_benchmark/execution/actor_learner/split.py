@@ -17,13 +17,12 @@ from statistics import median
 import torch
 
 from rl_cluster_benchmark.algorithms.impala import Impala, Unrolls
-from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock, beat
 from rl_cluster_benchmark.env.environments import make_env
 from rl_cluster_benchmark.execution.actor_learner.leading_learner import group_size
 from rl_cluster_benchmark.experience.rollout import Collector, Rollout
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.pool import WorkerPool
@@ -43,36 +42,8 @@ class Costs:
 
 
 def fill_in(config: Config, look: Callable[[], None] = lambda: None) -> Config:
-    """Decide whatever the config leaves open: the actors are then in parallel.num_workers.
-
-    That may take a measurement, during which `look` is called.
-    """
-    cores = detection.detect().usable_cores
-    actors: int | str = config.impala.num_actors or config.parallel.num_workers or "auto"
-    learners: int | str = config.impala.num_learners
-    is_measured = config.impala.split == "measured"
-    if not isinstance(actors, int):
-        if isinstance(learners, int):
-            actors = max(1, cores - learners)
-        elif cores <= planning.FEW_CORES:
-            actors = 1
-        else:
-            (actors, learners), is_measured = _measured(config, cores, look), True
-    data = config.model_dump()
-    per_actor = config.parallel.num_envs_per_worker
-    num_envs = actors * per_actor if per_actor is not None else config.env.num_envs  # of all machines, if several
-    if not isinstance(learners, int):
-        machines = config.num_machines if per_actor is None else 1
-        learners = max(1, min(planning.learners_beside(actors, cores, config), num_envs // machines))
-    data["impala"] |= {
-        "num_actors": None,
-        "num_learners": learners,
-        "split": "measured" if is_measured else "given",
-    }
-    data["parallel"]["num_workers"] = actors
-    if config.is_parallel:  # machines that meet find out together how many environments they have
-        data["env"]["num_envs"] = num_envs
-    return config_files.build(data, {}, source="config")
+    """Return the config with the split of the cores decided; `look` is called while it is measured, if it must be."""
+    return planning.with_split(config, lambda cores: _measured(config, cores, look))
 
 
 def _measured(config: Config, cores: int, look: Callable[[], None]) -> tuple[int, int]:

@@ -10,23 +10,17 @@ own what the mean of all was ahead of them. The workers go on meanwhile, and wha
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
-from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.execution.hogwild import hogwild_worker
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
 from rl_cluster_benchmark.execution.machines.machine_averaging import EXCHANGES, averaging_of, exchanges_before
-from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
+from rl_cluster_benchmark.execution.machines.machine_links import MachineShare
 from rl_cluster_benchmark.execution.machines.machine_supervisor import MachineSupervisor
-from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, Report, UpdateMade
-from rl_cluster_benchmark.execution.reports import merged
-from rl_cluster_benchmark.execution.task import deal
-from rl_cluster_benchmark.machine.planning import Plan
+from rl_cluster_benchmark.execution.messages import EpisodesEnded, ProcessTimes, Report, UpdateMade, merged
 from rl_cluster_benchmark.processes import process_times
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
@@ -39,29 +33,23 @@ class HogwildMachine:
 
     busy = False  # whatever is added to the parameters is in them at once
 
-    def __init__(
-        self, cluster: Cluster | MachineAlone, config: Config, plan: Plan, folder: Path, resumed_path: Path | None,
-        progress: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.cluster, self.config, self.plan = cluster, config, plan
-        self.resumed_path, self.progress = resumed_path, progress
-        self.seat = MachineSeat.of(cluster, config)
-        self.shared = SharedTensors(hogwild_worker.layout(config, plan.num_workers))
+    def __init__(self, cluster: Cluster | MachineAlone, share: MachineShare) -> None:
+        self.cluster, self.share, self.seat = cluster, share, share.seat
+        self.shared = SharedTensors(hogwild_worker.layout(share.config, share.plan.num_workers))
         self.exchanges = 0  # of parameters, with other machines
 
     def updates(self, run: Run) -> CombinedUpdates:
         return CombinedUpdates(run, self)
 
     def train(self, *, look: Callable[[], int], start: Callable[[], None], hear: Callable[[int, Report], None]) -> None:
-        config, plan, seat = self.config, self.plan, self.seat
+        config, plan, seat = self.share.config, self.share.plan, self.seat
         between = config.cluster.sync_every * seat.total_workers
         averaging = averaging_of(seat, counts=self.counts, exchange=self, updates_between=between, hear=hear)
         machine = MachineSupervisor(
-            self.cluster, config, averaging, self.shared, self.progress["steps"],
+            self.cluster, config, averaging, self.shared, self.share.progress["steps"],
             look=look, start=start, times=lambda: ProcessTimes(self.shared["times"].tolist()),
         )  # fmt: skip
-        shards = seat.own(deal(config.env.num_envs, seat.total_workers), plan.num_workers)
-        args = (config, plan, shards, self.shared, self.resumed_path, self.progress, seat)
+        args = (self.share, self.share.shards(), self.shared)
         with WorkerPool(hogwild_worker.work, plan.num_workers, args, plan.cores, watchdog=limit_of(config)) as pool:
             machine.run(pool, hear)
 

@@ -9,39 +9,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.algorithms.a2c import A2C
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.timing import PhaseClock, beat
-from rl_cluster_benchmark.execution.loop import Worker, update
+from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines import machine_averaging, machine_supervisor
-from rl_cluster_benchmark.execution.machines.machine_links import MachineSeat
-from rl_cluster_benchmark.execution.messages import FinalState, NothingLeftToDo, Started, StateToSave, UpdateMade
-from rl_cluster_benchmark.execution.orders import Orders
+from rl_cluster_benchmark.execution.machines.machine_links import MachineShare
+from rl_cluster_benchmark.execution.messages import (
+    FinalState,
+    NothingLeftToDo,
+    Orders,
+    Started,
+    StateToSave,
+    UpdateMade,
+)
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.experience.rollout import Episode
-from rl_cluster_benchmark.learning import bad_numbers
-from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import OPTIMIZERS, Alone
+from rl_cluster_benchmark.learning.reduction import OptimizerMemory
 from rl_cluster_benchmark.machine import process
-from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes import process_times
-from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, SharedTensors
+from rl_cluster_benchmark.processes.shared_memory import CACHE_LINE, MemoryLayout, SharedTensors
 from rl_cluster_benchmark.processes.waiting import wait_until
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.course import Goal, SaveTimer
 
 NAP_SECONDS = 0.001
+MOMENT = "moment_"  # before the names of the optimiser's moments
 STEPS, UPDATES, DONE = range(3)  # columns of the counters
 
 
-def layout(config: Config, num_workers: int) -> process_times.MemoryLayout:
+def layout(config: Config, num_workers: int) -> MemoryLayout:
     """Return what the workers of a machine share."""
     size = Task.of(config).num_parameters
     moments = OPTIMIZERS[config.training.optimizer].MOMENTS
@@ -49,7 +51,7 @@ def layout(config: Config, num_workers: int) -> process_times.MemoryLayout:
         **machine_supervisor.layout(),
         "parameters": ((size,), torch.float32),
         "optimizer_steps": ((1,), torch.float32),
-        **{f"moment_{name}": ((size,), torch.float32) for name in moments},
+        **{MOMENT + name: ((size,), torch.float32) for name in moments},
         "counters": ((num_workers, CACHE_LINE), torch.int64),
         "returns": ((num_workers, CACHE_LINE), torch.float64),
         **process_times.layout(num_workers),
@@ -57,63 +59,47 @@ def layout(config: Config, num_workers: int) -> process_times.MemoryLayout:
 
 
 def work(
-    rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    resumed_path: Path | None, progress: dict[str, Any], seat: MachineSeat,
+    rank: int, connection: Connection, share: MachineShare, shards: list[list[int]], shared: SharedTensors
 ) -> None:  # fmt: skip
     """Run a worker, in its process: A2C's loop with the parameters behind its learner shared."""
+    config, plan, seat, progress = share.config, share.plan, share.seat, share.progress
     process.prepare_process(plan.num_threads)
     saves = rank == 0 and seat.node_rank == 0
     course = HogwildCourse(rank, connection, config, shared, progress, saves=saves, total_workers=seat.total_workers)
-    state = checkpoint.load(resumed_path) if resumed_path else None
+    reduce = WithoutWaiting(shared, rank)
     worker = Worker.build(
-        config, plan, env_ids=shards[rank], reduce=Alone(), clock=course.clock, incarnation=course.updates,
-        checkpoint=state,
+        config, plan, env_ids=shards[rank], reduce=reduce, clock=course.clock, incarnation=course.updates,
+        checkpoint=share.checkpoint(),
     )  # fmt: skip
-    assert isinstance(worker.algorithm, A2C)
-    on_policy = worker.algorithm.on_policy
-    share(on_policy.learner, shared, fill=rank == 0)
-    on_policy.normalize_rewards.reduce = SumSinceLastTime(
-        shared["returns"], rank, shared["elsewhere"][machine_averaging.MOMENTS]
-    )
+    flat = worker.algorithm.learner.flat
+    if rank == 0:
+        shared["parameters"].copy_(flat)
 
     def fetch() -> None:
         with course.clock.phase("communication"):
             course.version = course.count(UPDATES)
-            on_policy.learner.flat.copy_(shared["parameters"])
+            flat.copy_(shared["parameters"])
             worker.model.weights_changed()
 
     connection.send(Started(f"Worker {rank} started with {len(shards[rank])} environments"))
-    _learn(worker, course, fetch)
+    learn(worker, course, reduce, fetch)
 
 
-def _learn(worker: Worker, course: HogwildCourse, fetch: Callable[[], None]) -> None:
-    course.start()
-    while not course.is_complete():
-        fetch()
-        rollout = worker.collector.collect(course.updates, course.should_stop)
-        if rollout is None:
-            break
-        losses = update(worker, rollout, course, bad_numbers.count(rollout))
-        course.record(rollout.num_steps, rollout.episodes, losses)
-        if course.checkpoint_due():
-            fetch()
-            course.save(worker.state())
-    course.wait_for_all()
-    fetch()
-    course.finish(worker.state())
+class WithoutWaiting(Alone):
+    """How a worker of A3C learns with others: sums are its own, the optimiser works on what all of them share."""
 
+    def __init__(self, shared: SharedTensors, rank: int) -> None:
+        self._shared = shared
+        elsewhere = shared["elsewhere"][machine_averaging.MOMENTS]
+        self._returns = SumSinceLastTime(shared["returns"], rank, elsewhere)
 
-def share(learner: Learner, shared: SharedTensors, *, fill: bool) -> None:
-    """Let the learner's optimiser work on the shared parameters and statistics; one worker fills them first."""
-    optimizer = learner.optimizer
-    if fill:
-        shared["parameters"].copy_(learner.flat)
-        shared["optimizer_steps"].fill_(float(optimizer.steps))
-        for name, tensor in optimizer.moments.items():
-            shared[f"moment_{name}"].copy_(tensor)
-    optimizer.parameters = shared["parameters"]
-    optimizer.steps = shared["optimizer_steps"][0]
-    optimizer.moments = {name: shared[f"moment_{name}"] for name in optimizer.moments}
+    def running_sum(self, tensor: Tensor) -> Tensor:
+        return self._returns(tensor)
+
+    def optimizer_memory(self) -> OptimizerMemory:
+        names = [name for name in self._shared if name.startswith(MOMENT)]
+        moments = {name.removeprefix(MOMENT): self._shared[name] for name in names}
+        return OptimizerMemory(self._shared["parameters"], moments, self._shared["optimizer_steps"][0])
 
 
 class SumSinceLastTime:
@@ -204,8 +190,8 @@ class HogwildCourse:
         self.connection.send(StateToSave(checkpoint.pack(state)))
         self._save_timer.restart()
 
-    def wait_for_all(self) -> None:
-        """Wait until nobody changes the parameters any more."""
+    def finish(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Wait until nobody changes the parameters any more, then report them, if this worker does that for all."""
         counters = self.shared["counters"]
         counters[self.rank, DONE] = 1
         wait_until(lambda: self.count(DONE) == len(counters), self.clock)
@@ -214,7 +200,5 @@ class HogwildCourse:
             while not int(self.shared["closed"][0]):
                 beat(is_waiting=True)  # for other machines, as long as they are there
                 time.sleep(NAP_SECONDS)
-
-    def finish(self, state: dict[str, Any]) -> None:
         if self.saves:
-            self.connection.send(FinalState(checkpoint.pack(state)))
+            self.connection.send(FinalState(checkpoint.pack(state())))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 from rl_cluster_benchmark.cluster.rendezvous import Cluster
 from rl_cluster_benchmark.config.schema import Config
@@ -20,69 +18,42 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.execution.in_step import worker_course
 from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps, WithinMachine
 from rl_cluster_benchmark.execution.in_step.work_sharing import SharedWork, WorkSharing, num_pieces
-from rl_cluster_benchmark.execution.in_step.worker_course import ORDER, SIGNAL, WorkerCourse
+from rl_cluster_benchmark.execution.in_step.worker_course import ORDER, SIGNAL, CommonUpdates, WorkerCourse
 from rl_cluster_benchmark.execution.loop import Worker, learn
 from rl_cluster_benchmark.execution.machines.machine_alone import MachineAlone
-from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineSeat, join_machines
+from rl_cluster_benchmark.execution.machines.machine_links import LostContactError, MachineShare, join_machines
 from rl_cluster_benchmark.execution.messages import (
+    INTERRUPTED,
     AllStarted,
-    EpisodesEnded,
     LostContact,
-    ProcessTimes,
     Report,
     SignalElsewhere,
     Started,
-    UpdateMade,
 )
-from rl_cluster_benchmark.execution.orders import INTERRUPTED
 from rl_cluster_benchmark.execution.reduce import SMALL_SPARE, VECTOR_SPARE, SharedMemoryReducer
-from rl_cluster_benchmark.execution.task import Task, deal
+from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.learning.reduction import Reducer
 from rl_cluster_benchmark.machine import process
-from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.processes.pool import WorkerPool
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 from rl_cluster_benchmark.processes.waiting import keep_core
 from rl_cluster_benchmark.processes.watchdog import limit_of
-from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.run import Run
-
-
-class CommonUpdates:
-    """Updates that all workers of all machines have made together: each is one of the run."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def hear(self, node: int, report: UpdateMade | EpisodesEnded | ProcessTimes) -> None:
-        assert isinstance(report, UpdateMade)
-        assert report.times is not None
-        self._run.clock.seconds, self._run.worker_cpu_seconds = report.times.phase_seconds, report.times.cpu_seconds
-        self._run.record(report.steps, report.episodes, report.losses, at=report.at)
-
-    def complete(self) -> None:
-        """Do nothing: each report was an update."""
 
 
 class DataParallelMachine:
     """One machine's workers, and what they share; see training/executions.py for what is asked of it."""
 
-    def __init__(
-        self, cluster: Cluster | MachineAlone, config: Config, plan: Plan, folder: Path, resumed_path: Path | None,
-        progress: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.cluster, self.config, self.plan = cluster, config, plan
-        self.resumed_path, self.progress = resumed_path, progress
-        self.seat = MachineSeat.of(cluster, config)
-        shards = deal(config.env.num_envs, cluster.num_workers)
-        self.shards = self.seat.own(shards, plan.num_workers)
-        longest = len(shards[0]) * config.training.n_steps
+    def __init__(self, cluster: Cluster | MachineAlone, share: MachineShare) -> None:
+        config, plan = share.config, share.plan
+        self.cluster, self.share, self.shards = cluster, share, share.shards()
+        longest = max(map(len, self.shards)) * config.training.n_steps
         self.shared = SharedTensors(worker_course.layout(plan.num_workers, longest))
         task = Task.of(config)
-        self.work = SharedWork(task, self.shards, config, plan) if plan.shares_work(config) else None
+        self.shared_work = SharedWork(task, self.shards, config, plan) if plan.shares_work(config) else None
         vector, small = _sums(config, task)
-        spares = num_pieces(plan.num_workers) if self.work else 0
-        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + self.seat.num_nodes, spares)
+        spares = num_pieces(plan.num_workers) if self.shared_work else 0
+        self.memory = SharedMemoryReducer.allocate(plan.num_workers, vector, small + share.seat.num_nodes, spares)
 
     def updates(self, run: Run) -> CommonUpdates:
         return CommonUpdates(run)
@@ -101,10 +72,9 @@ class DataParallelMachine:
                 self.shared["order"][ORDER] = order
             membership.check()
 
-        means = (self.shared, self.memory, self.work)
-        args = (self.config, self.plan, self.shards, *means, self.resumed_path, self.progress, self.seat)
-        limit = limit_of(self.config)
-        with WorkerPool(_work, self.plan.num_workers, args, self.plan.cores, watchdog=limit) as pool:
+        plan, limit = self.share.plan, limit_of(self.share.config)
+        args = (self.share, self.shards, self.shared, self.memory, self.shared_work)
+        with WorkerPool(_work, plan.num_workers, args, plan.cores, watchdog=limit) as pool:
             for _, message in pool.messages(watch):
                 match message:
                     case LostContact(reason):
@@ -125,25 +95,25 @@ def _sums(config: Config, task: Task) -> tuple[int, int]:
 
 
 def _work(
-    rank: int, connection: Connection, config: Config, plan: Plan, shards: list[list[int]], shared: SharedTensors,
-    memory: SharedTensors, shared_work: SharedWork | None, resumed_path: Path | None, progress: dict[str, Any],
-    seat: MachineSeat,
+    rank: int, connection: Connection, share: MachineShare, shards: list[list[int]], shared: SharedTensors,
+    memory: SharedTensors, shared_work: SharedWork | None,
 ) -> None:  # fmt: skip
     """Run a worker, in its process."""
+    config, plan, seat, progress = share.config, share.plan, share.seat, share.progress
     process.prepare_process(plan.num_threads)
     if plan.cores[rank] is not None:
         keep_core()
     clock, updates = PhaseClock(), progress["updates"]
     try:
         links, beyond = join_machines(seat, rank)
-        everywhere = SharedMemoryReducer(memory, rank, clock, beyond)
+        hidden = shared_work.hidden_gradient(rank) if shared_work else None
+        everywhere = SharedMemoryReducer(memory, rank, clock, beyond, hidden)
         steps_alone = config.cluster.sync == "local_sgd" and seat.num_nodes > 1
         reduce: Reducer = WithinMachine(everywhere) if steps_alone else everywhere
-        state = checkpoint.load(resumed_path) if resumed_path else None
         sharing = WorkSharing(shared_work, rank, everywhere) if shared_work else None
         worker = Worker.build(
-            config, plan, env_ids=shards[rank], reduce=reduce, clock=clock, incarnation=updates, checkpoint=state,
-            sharing=sharing,
+            config, plan, env_ids=shards[rank], reduce=reduce, clock=clock, incarnation=updates,
+            checkpoint=share.checkpoint(), sharing=sharing,
         )  # fmt: skip
         local_steps = None
         if steps_alone:

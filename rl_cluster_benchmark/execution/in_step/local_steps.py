@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rl_cluster_benchmark.execution.loop import Worker
 from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, the_leader_does
 from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
-from rl_cluster_benchmark.learning.bad_numbers import COUNTS, REWARDS
+from rl_cluster_benchmark.learning.losses import COUNTS, REWARDS
+from rl_cluster_benchmark.learning.reduction import Reducer
 
 
-class WithinMachine:
+class WithinMachine(Reducer):
     """The sum over the workers of this machine only."""
 
     def __init__(self, everywhere: SharedMemoryReducer) -> None:
@@ -21,6 +20,8 @@ class WithinMachine:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(self.total(tensor))
+
+    running_sum = __call__
 
     def total(self, vector: Tensor) -> Tensor:
         return self._everywhere.sum(vector)
@@ -59,11 +60,6 @@ class LocalSteps:
         mine = torch.tensor([scale.mean, scale.variance, scale.count], dtype=torch.float64)
         scale.mean, scale.variance, scale.count = (self._reduce(mine) / self._total_workers).tolist()
         self._averaged_at = updates
-
-    def last_state(self, updates: int) -> dict[str, Any]:
-        """Average after the last update, and return the state that a checkpoint needs then."""
-        self.average(updates)
-        return self._worker.state()
 
     def of_all_machines(self, losses: dict[str, float]) -> dict[str, float]:
         """Return the means over the machines that learned something; NaN if none did. Counts are added up."""

@@ -24,7 +24,7 @@ from rl_cluster_benchmark.execution.reduce import SharedMemoryReducer
 from rl_cluster_benchmark.execution.task import Task
 from rl_cluster_benchmark.experience.rollout import Rollout
 from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
+from rl_cluster_benchmark.learning.learner import OPTIMIZERS
 from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.nets.models import ActorCritic
 from rl_cluster_benchmark.processes.claims import MOST, Claims
@@ -77,6 +77,10 @@ class SharedWork:
             largest = min(config.batch_size, whole) if config.traits.has_minibatches else whole
             self.hidden = hidden_gradient.allocate(task.hidden_shape, largest)
 
+    def hidden_gradient(self, rank: int) -> HiddenGradient | None:
+        """Return that worker's part in making the hidden layer's gradient, if it is made once for a minibatch."""
+        return HiddenGradient(self.hidden, rank, len(self.shards)) if self.hidden is not None else None
+
 
 class WorkSharing:
     """One worker's part in shared minibatches: what an algorithm asks of them (learning/reduction.py)."""
@@ -91,9 +95,7 @@ class WorkSharing:
         self._own, self._help, self._learned = self._columns[rank], work.help, work.learned
         self._moments = work.moments
         self.meet = reduce.meet
-        self.hidden: HiddenGradient | None = None
-        if work.hidden is not None:
-            self.hidden = reduce.hidden = HiddenGradient(work.hidden, rank, reduce.num_workers)
+        self.hidden = reduce.hidden
 
     def rollout(self) -> Rollout:
         """Return the rollout to be filled: this worker's part of everyone's experience."""
@@ -132,7 +134,7 @@ class WorkSharing:
 
     def offer(self, count: int) -> None:
         """Say that there are so many pieces. One worker does it; one that comes too early for it only helps less."""
-        self._reduce.used_spares = count
+        self._reduce.use_spares(count)
         if self.rank == 0 and count:
             self._pieces.offer(range(count))
 

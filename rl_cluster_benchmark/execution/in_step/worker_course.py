@@ -1,9 +1,9 @@
-"""How far a run is, as a worker of PPO or A2C sees it."""
+"""How far a run of PPO or A2C is: what each worker knows of it, and what the parent makes of their reports."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,19 +16,21 @@ from rl_cluster_benchmark.execution.in_step.local_steps import LocalSteps
 from rl_cluster_benchmark.execution.machines.machine_links import MachineLinks, MachineSeat
 from rl_cluster_benchmark.execution.messages import (
     AllStarted,
+    EpisodesEnded,
     FinalState,
     MeanTimes,
+    Orders,
+    ProcessTimes,
     SignalElsewhere,
     StateToSave,
     UpdateMade,
 )
-from rl_cluster_benchmark.execution.orders import Orders
 from rl_cluster_benchmark.experience.rollout import Episode
 from rl_cluster_benchmark.learning.reduction import Reducer
-from rl_cluster_benchmark.processes.process_times import MemoryLayout
-from rl_cluster_benchmark.processes.shared_memory import SharedTensors
+from rl_cluster_benchmark.processes.shared_memory import MemoryLayout, SharedTensors
 from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.course import Goal, SaveTimer
+from rl_cluster_benchmark.run.run import Run
 
 ORDER, SIGNAL = 0, 1  # places in what the parent tells its workers
 
@@ -48,6 +50,22 @@ def in_order(rows: Tensor) -> Tensor:
     """Sort episodes by when they ended, those of one moment by their environments: whoever played, it is the same."""
     slots, env_ids = rows[:, 2].long(), rows[:, 3].long()
     return rows[torch.argsort(slots * MAX_ENVS + env_ids)]
+
+
+class CommonUpdates:
+    """What the parent makes of the workers' reports: each update of all workers of all machines is one of the run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def hear(self, node: int, report: UpdateMade | EpisodesEnded | ProcessTimes) -> None:
+        assert isinstance(report, UpdateMade)
+        assert report.times is not None
+        self._run.clock.seconds, self._run.worker_cpu_seconds = report.times.phase_seconds, report.times.cpu_seconds
+        self._run.record(report.steps, report.episodes, report.losses, at=report.at)
+
+    def complete(self) -> None:
+        """Do nothing: each report was an update."""
 
 
 class WorkerCourse:
@@ -140,13 +158,13 @@ class WorkerCourse:
         self.connection.send(StateToSave(checkpoint.pack(state)))
         self._save_timer.restart()
 
-    def finish(self, state: dict[str, Any]) -> None:
+    def finish(self, state: Callable[[], dict[str, Any]]) -> None:
         if self.seat.num_nodes > 1:
             self._agree_on_signal()
         if self._local is not None and not self._local.is_averaged(self.updates):
-            state = self._local.last_state(self.updates)
+            self._local.average(self.updates)
         if self.reports:
-            self.connection.send(FinalState(checkpoint.pack(state)))
+            self.connection.send(FinalState(checkpoint.pack(state())))
 
     def _agree_on_signal(self) -> None:
         """Tell the parents of all machines of a signal that one of them has received: all end with its status."""

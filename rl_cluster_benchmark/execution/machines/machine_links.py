@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError
+from rl_cluster_benchmark.execution.task import deal
+from rl_cluster_benchmark.machine.planning import Plan
+from rl_cluster_benchmark.run import checkpoint
 
 if TYPE_CHECKING:
     from rl_cluster_benchmark.cluster.rendezvous import Cluster
@@ -55,9 +59,25 @@ class MachineSeat:
             total_learners=cluster.num_learners,
         )
 
-    def own(self, dealt: list[list[int]], count: int) -> list[list[int]]:
-        """Return what this machine's `count` workers have of that which was dealt to all."""
-        return dealt[self.first_worker : self.first_worker + count]
+
+@dataclass(frozen=True)
+class MachineShare:
+    """One machine's share of a run; made by its parent process, handed to its workers."""
+
+    config: Config
+    plan: Plan
+    seat: MachineSeat
+    folder: Path  # for files of its own
+    resumed_path: Path | None  # the checkpoint to go on from
+    progress: dict[str, Any]  # of the run by then
+
+    def shards(self) -> list[list[int]]:
+        """Return the environments of each of this machine's workers, of those that are dealt to all."""
+        dealt = deal(self.config.env.num_envs, self.seat.total_workers)
+        return dealt[self.seat.first_worker : self.seat.first_worker + self.plan.num_workers]
+
+    def checkpoint(self) -> dict[str, Any] | None:
+        return checkpoint.load(self.resumed_path) if self.resumed_path else None
 
 
 class MachineLinks:

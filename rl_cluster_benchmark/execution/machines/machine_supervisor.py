@@ -19,6 +19,8 @@ from rl_cluster_benchmark.execution.machines.machine_averaging import (
 )
 from rl_cluster_benchmark.execution.machines.machine_links import LostContactError
 from rl_cluster_benchmark.execution.messages import (
+    INTERRUPTED,
+    TIME_IS_UP,
     BadNumbers,
     EpisodesEnded,
     LostContact,
@@ -28,10 +30,8 @@ from rl_cluster_benchmark.execution.messages import (
     Started,
     UpdateMade,
 )
-from rl_cluster_benchmark.execution.orders import INTERRUPTED, TIME_IS_UP
 from rl_cluster_benchmark.processes.pool import WorkerPool
-from rl_cluster_benchmark.processes.process_times import MemoryLayout
-from rl_cluster_benchmark.processes.shared_memory import SharedTensors
+from rl_cluster_benchmark.processes.shared_memory import MemoryLayout, SharedTensors
 from rl_cluster_benchmark.run.course import Goal
 
 SECONDS_BETWEEN_LOOKS = 0.05

@@ -12,9 +12,8 @@ from torch import Tensor
 from rl_cluster_benchmark.core.timing import beat
 from rl_cluster_benchmark.execution.machines.machine_averaging import MOMENTS, NUM_COUNTS, STEPS, UPDATES
 from rl_cluster_benchmark.learning.learner import Learner
-from rl_cluster_benchmark.processes.process_times import MemoryLayout
 from rl_cluster_benchmark.processes.published_weights import PublishedWeights
-from rl_cluster_benchmark.processes.shared_memory import SharedTensors
+from rl_cluster_benchmark.processes.shared_memory import MemoryLayout, SharedTensors
 
 NAP_SECONDS = 0.001
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.metrics import WINDOW
 from rl_cluster_benchmark.tools.analysis.groups import Group
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord
 

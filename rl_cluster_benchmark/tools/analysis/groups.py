@@ -12,7 +12,7 @@ import numpy as np
 from rl_cluster_benchmark.config import config_files as configs
 from rl_cluster_benchmark.config.schema import EnvConfig
 from rl_cluster_benchmark.env import published
-from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.metrics import WINDOW
 from rl_cluster_benchmark.tools.analysis import statistics
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord
 from rl_cluster_benchmark.tools.analysis.statistics import Estimate

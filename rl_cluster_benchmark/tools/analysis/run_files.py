@@ -18,7 +18,7 @@ from rl_cluster_benchmark.core.atomic_files import open_plain
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.text import plain
 from rl_cluster_benchmark.run.directory import RunDirectory
-from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.metrics import WINDOW
 from rl_cluster_benchmark.tools.analysis.series import MAX_NUMBER, Series, columns, read_series
 
 MAX_TEXT = 2000

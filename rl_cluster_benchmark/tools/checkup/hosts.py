@@ -27,7 +27,7 @@ answer = {{"versions": {{"python": platform.python_version()}}}}
 try:
     import rl_cluster_benchmark
     from rl_cluster_benchmark.machine import detection
-    from rl_cluster_benchmark.run.summary import git_commit, package_versions
+    from rl_cluster_benchmark.run.provenance import git_commit, package_versions
     answer["versions"] |= {{
         "rl_cluster_benchmark": rl_cluster_benchmark.__version__, "source": git_commit(), **package_versions()
     }}

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_cluster_benchmark.cluster.deadline import limited
 from rl_cluster_benchmark.cluster.placement import Placement
 from rl_cluster_benchmark.cluster.rendezvous import Node, gather
-from rl_cluster_benchmark.cluster.store import first_line
+from rl_cluster_benchmark.cluster.store import first_line, limited
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.stop import Signals

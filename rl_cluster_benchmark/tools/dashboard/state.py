@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from rl_cluster_benchmark.core.text import plain
-from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.metrics import WINDOW
 from rl_cluster_benchmark.tools.analysis.curves import REWARD
 from rl_cluster_benchmark.tools.analysis.runs import RunRecord, UnusableRunError, find_runs, is_running, load_run
 from rl_cluster_benchmark.tools.dashboard.run_processes import Processes

@@ -27,7 +27,7 @@ from rl_cluster_benchmark.env.published import normalized_score
 from rl_cluster_benchmark.execution.loop import load_weights
 from rl_cluster_benchmark.machine import detection, planning, process
 from rl_cluster_benchmark.nets.models import make_model
-from rl_cluster_benchmark.run import checkpoint, summary
+from rl_cluster_benchmark.run import checkpoint, provenance
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.tools.evaluation.video import Screen, clip_mark, open_screen
 
@@ -152,7 +152,7 @@ def _origin(path: Path, digest: str | None, state: dict[str, Any], config: Confi
         "env": config.env.model_dump(exclude={key.removeprefix("env.") for key in NOT_PLAYED_WITH}),
         "cpu_model": detection.detect().cpu_model,
         "evaluated_at": timestamp(),
-        **summary.code(),
+        **provenance.code(),
     }
 
 

@@ -37,10 +37,10 @@ class TrainCommand:
 
     @classmethod
     def parse(
-        cls, words: Sequence[str], parse_train: Callable[[Sequence[str]], tuple[argparse.Namespace, Config]], *,
+        cls, words: Sequence[str], parse_train: Callable[..., tuple[argparse.Namespace, Config]],
         num_nodes: int | None = None,
     ) -> TrainCommand:  # fmt: skip
-        """Read the words behind `rlcb launch ...`; `parse_train` gives the arguments and the config of `rlcb train`."""
+        """Read the words behind `rlcb launch ...`; `parse_train` makes arguments and config for so many machines."""
         words = list(words[1:] if words[:1] == ["--"] else words)
         if words[:1] != ["train"]:
             raise UserError(
@@ -49,16 +49,9 @@ class TrainCommand:
         arguments = [*words[1:]]
         if not _sets(arguments, "--mode") and not _sets(arguments, "--config"):
             arguments = ["--mode", "distributed", *arguments]
-        args, config = parse_train(arguments)
-        for given in (args.num_workers, args.num_nodes):
-            if given is not None and num_nodes is not None and str(given) != str(num_nodes):
-                raise UserError(
-                    f"{given} machines behind -- are not the {num_nodes} that rlcb launch starts; leave it out. "
-                    "How many workers each machine has is said with --workers-per-node."
-                )
+        args, config = parse_train(arguments, num_nodes)
         if num_nodes is not None:
             arguments += ["--num-nodes", str(num_nodes)]
-            args, config = parse_train(arguments)
         if args.node_rank is not None:
             raise UserError("Leave out --node-rank: rlcb launch numbers the machines.")
         if not config.is_distributed:

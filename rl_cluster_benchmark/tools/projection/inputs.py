@@ -107,7 +107,7 @@ def work_from(config: Config, rate: Rate) -> model.MachineWork:
     """Divide an update into its rollout and its minibatches."""
     from rl_cluster_benchmark.execution.reduce import VECTOR_SPARE
     from rl_cluster_benchmark.execution.task import Task
-    from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS
+    from rl_cluster_benchmark.learning.learner import OPTIMIZERS
 
     seconds = rate.seconds / rate.updates
     learning = sum(rate.shares[phase] for phase in ("update", "communication", "waiting"))

@@ -14,7 +14,7 @@ from rl_cluster_benchmark.config.schema import EnvConfig
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.output_files import MARK_OF_PLOTS, check_output, check_own, write_output
 from rl_cluster_benchmark.env import published
-from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.metrics import WINDOW
 from rl_cluster_benchmark.tools.analysis.curves import REWARD
 from rl_cluster_benchmark.tools.analysis.groups import published_until
 from rl_cluster_benchmark.tools.analysis.series import read_points

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rl_cluster_benchmark.core import text
 from rl_cluster_benchmark.machine import detection
-from rl_cluster_benchmark.run.episodes import WINDOW
+from rl_cluster_benchmark.run.metrics import WINDOW
 from rl_cluster_benchmark.tools.analysis import groups as figures
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.evaluations import Evaluation, how_played

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -51,7 +50,7 @@ PARTS: dict[str, type[Part]] = {"games": Game, "score": Score, "prune": Rung, "s
 
 def spaces() -> list[str]:
     """Return the names of the spaces that are shipped."""
-    return sorted(file.stem for file in _shipped().glob("*.yaml"))
+    return configs.shipped_in(_shipped())
 
 
 def read_space(path: str, candidates: str | None = None) -> SearchSpace:
@@ -95,15 +94,7 @@ def _shipped() -> Path:
 
 
 def _find(path: str) -> Path:
-    file = Path(path)
-    if file.is_file():
-        return file
-    shipped = _shipped() / f"{file.stem}.yaml"
-    if shipped.is_file() and str(file.parent) in (".", "config/search") and file.suffix in ("", ".yaml"):
-        return shipped
-    near = difflib.get_close_matches(file.stem, spaces(), n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Spaces that are shipped: {', '.join(spaces())}."
-    raise UserError(f"Space {file} does not exist. {hint}")
+    return configs.find_shipped(path, _shipped(), "config/search", ("Space", "", "Spaces that are shipped"))
 
 
 def _validated(model: type[AnyPart], data: object, source: str) -> AnyPart:

@@ -12,7 +12,7 @@ from rl_cluster_benchmark.config.traits import is_sequential
 from rl_cluster_benchmark.core.atomic_files import write_atomically, write_json
 from rl_cluster_benchmark.core.text import NOTHING, table, timestamp
 from rl_cluster_benchmark.machine import detection
-from rl_cluster_benchmark.run.summary import code
+from rl_cluster_benchmark.run.provenance import code
 from rl_cluster_benchmark.tools.tune.tuning_search import ALIKE
 from rl_cluster_benchmark.tools.tune.tuning_space import GROUPS, TuningSetting, TuningSpace
 from rl_cluster_benchmark.tools.tune.tuning_trials import TuningTrial

@@ -11,7 +11,7 @@ from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.experience.returns import vtrace
 from rl_cluster_benchmark.experience.rollout import Collector
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.nets.models import make_model
 
 SCRIPTS = [[([1.0, -2.0, 3.0], "terminated"), ([5.0, 0.0], "truncated")], [([0.0, 4.0, 0.0], "truncated")]] * 4

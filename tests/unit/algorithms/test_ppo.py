@@ -13,14 +13,10 @@ from rl_cluster_benchmark.config.schema import Config, HardwareConfig, ModelConf
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.experience.rollout import Collector
-from rl_cluster_benchmark.learning.batch import Batch
-from rl_cluster_benchmark.learning.division import divide
-from rl_cluster_benchmark.learning.learner import Learner, views
+from rl_cluster_benchmark.learning.batch import Batch, divide
+from rl_cluster_benchmark.learning.learner import Adam, Alone, Learner, RMSprop, views
+from rl_cluster_benchmark.learning.losses import Losses, Objective, Pass, Samples, Slopes
 from rl_cluster_benchmark.learning.minibatch import Moments
-from rl_cluster_benchmark.learning.network_pass import Pass, Slopes
-from rl_cluster_benchmark.learning.objective import Losses, Objective, Samples
-from rl_cluster_benchmark.learning.optimizers import Adam, RMSprop
-from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.nets.models import make_model
 
 SCRIPTS = [[([1.0, -2.0, 3.0], "terminated"), ([5.0, 0.0], "truncated")], [([0.0, 4.0, 0.0], "truncated")]] * 4

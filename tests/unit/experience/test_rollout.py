@@ -6,9 +6,9 @@ import torch
 from helpers.scripted import ScriptedEnv, targets
 
 from rl_cluster_benchmark.core.timing import PhaseClock
-from rl_cluster_benchmark.experience.rewards import RewardNormalizer
+from rl_cluster_benchmark.experience.returns import RewardNormalizer
 from rl_cluster_benchmark.experience.rollout import Collector, Episode, sample
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.nets.models import ActorCritic
 
 SCRIPTS = [

@@ -16,9 +16,9 @@ from rl_cluster_benchmark.core.timing import PhaseClock
 from rl_cluster_benchmark.experience.rollout import Collector, Rollout, sample
 from rl_cluster_benchmark.kernels import heads
 from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.learner import Alone
+from rl_cluster_benchmark.learning.losses import STATS
 from rl_cluster_benchmark.learning.minibatch import Moments, TorchPasses
-from rl_cluster_benchmark.learning.objective import STATS
-from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.nets.models import ActorCritic
 
 INPUTS, FEATURES, ACTIONS, SAMPLES = 5, 37, 6, 300

@@ -16,9 +16,8 @@ from rl_cluster_benchmark.execution.hidden_gradient import HiddenGradient
 from rl_cluster_benchmark.execution.in_step.work_sharing import WorkSharing
 from rl_cluster_benchmark.kernels import build, minibatch_pass, native_network
 from rl_cluster_benchmark.learning.batch import Batch
+from rl_cluster_benchmark.learning.learner import OPTIMIZERS, Adam, Alone
 from rl_cluster_benchmark.learning.minibatch import Moments, PassesInC
-from rl_cluster_benchmark.learning.optimizers import OPTIMIZERS, Adam
-from rl_cluster_benchmark.learning.reduction import Alone
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.claims import Claims
 

@@ -10,9 +10,9 @@ from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import TrainingFailedError
 from rl_cluster_benchmark.core.timing import PhaseClock
-from rl_cluster_benchmark.experience.rollout import Collector
-from rl_cluster_benchmark.learning import bad_numbers
-from rl_cluster_benchmark.learning.reduction import Alone
+from rl_cluster_benchmark.experience.rollout import Collector, count_bad
+from rl_cluster_benchmark.learning.learner import Alone
+from rl_cluster_benchmark.learning.losses import SKIPPED, left_out, mean_of
 from rl_cluster_benchmark.nets.models import make_model
 
 
@@ -42,14 +42,14 @@ def test_a_bad_gradient_changes_nothing():
     rollout.log_probs[3, 1] = math.nan  # of one sample: one minibatch of each epoch is spoilt
     before = state(algorithm)
     losses = algorithm.update(rollout, index=0, progress=0.0, interrupted=lambda: False)
-    assert losses[bad_numbers.SKIPPED] == 2
+    assert losses[SKIPPED] == 2
     assert math.isfinite(losses["policy_loss"]), "of the minibatches that were learned from"
     assert all(bool(vector.isfinite().all()) for vector in state(algorithm))
     assert not torch.equal(before[0], state(algorithm)[0])
     rollout.log_probs[:] = math.nan
     before = state(algorithm)
     losses = algorithm.update(rollout, index=1, progress=0.0, interrupted=lambda: False)
-    assert losses[bad_numbers.SKIPPED] == 4
+    assert losses[SKIPPED] == 4
     assert math.isnan(losses["policy_loss"])
     assert all(torch.equal(a, b) for a, b in zip(before, state(algorithm), strict=True))
 
@@ -67,24 +67,24 @@ def test_by_default_it_ends_the_run():
 def test_rewards_and_observations_are_counted_and_such_episodes_are_not():
     _, collector = learner("skip", reward=math.inf)
     rollout = collector.collect(0, lambda: False)
-    is_bad, rewards, observations = bad_numbers.count(rollout)
+    is_bad, rewards, observations = count_bad(rollout)
     assert (is_bad, observations) == (1.0, 0.0)
     assert rewards == float((~rollout.rewards.isfinite()).sum()) > 0
     assert rollout.episodes == [], "their rewards are infinite"
     rollout.rewards.zero_()
-    assert bad_numbers.count(rollout) == [0.0, 0.0, 0.0]
+    assert count_bad(rollout) == [0.0, 0.0, 0.0]
     rollout.observations[2, 1, 0] = math.nan
-    assert bad_numbers.count(rollout) == [1.0, 0.0, 1.0]
+    assert count_bad(rollout) == [1.0, 0.0, 1.0]
     rollout.observations[2, 1, 0] = 0.0
     rollout.last_observations[0, 0] = math.nan
-    assert bad_numbers.count(rollout) == [1.0, 0.0, 0.0], "it is counted with the rollout that begins with it"
-    assert bad_numbers.count(None) == [0.0, 0.0, 0.0]
+    assert count_bad(rollout) == [1.0, 0.0, 0.0], "it is counted with the rollout that begins with it"
+    assert count_bad(None) == [0.0, 0.0, 0.0]
     with pytest.raises(TrainingFailedError, match="3 rewards and 0 observations that are NaN or infinite"):
-        bad_numbers.left_out((3.0, 0.0), "stop")
+        left_out((3.0, 0.0), "stop")
 
 
 def test_means_are_of_what_was_learned_from():
     steps = [{"loss": 1.0, "skipped_updates": 0.0}, {"loss": math.nan, "skipped_updates": 1.0}]
-    assert bad_numbers.mean_of([*steps, {"loss": 3.0, "skipped_updates": 0.0, "bad_rewards": 2.0}]) == {
+    assert mean_of([*steps, {"loss": 3.0, "skipped_updates": 0.0, "bad_rewards": 2.0}]) == {
         "loss": 2.0, "skipped_updates": 1.0, "bad_rewards": 2.0,
     }  # fmt: skip
