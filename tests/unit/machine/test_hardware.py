@@ -9,6 +9,7 @@ from helpers.commands import ROOT
 
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.kernels import build
 from rl_cluster_benchmark.machine import detection, planning
 
 
@@ -27,11 +28,23 @@ def machine(monkeypatch):
     ("flags", "precision"),
     [({"amx_bf16", "avx512_bf16"}, "bfloat16"), ({"avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")],
 )
-def test_precision_follows_the_cpu(machine, flags, precision):
+def test_precision_follows_the_cpu_where_torch_computes(machine, flags, precision):
     machine(flags=frozenset(flags))
-    assert planning.plan(Config()).precision == precision
-    set_by_hand = Config.model_validate({"hardware": {"precision": "float32"}})
+    in_torch = Config.model_validate({"hardware": {"engine": "torch"}})
+    assert planning.plan(in_torch).precision == precision
+    assert planning.plan(Config()).precision == "float32", "that of the network in C"
+    set_by_hand = Config.model_validate({"hardware": {"precision": "float32", "engine": "torch"}})
     assert planning.plan(set_by_hand).precision == "float32"
+
+
+def test_without_compiled_code_torch_computes_in_its_fastest_precision(machine, monkeypatch):
+    machine(flags=frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(build, "load", lambda: None)
+    plan = planning.compiled(Config(), planning.plan(Config()))
+    assert (plan.engine, plan.precision) == ("torch", "bfloat16")
+    native = Config.model_validate({"hardware": {"engine": "native"}})
+    with pytest.raises(UserError, match="needs a C compiler"):
+        planning.compiled(native, planning.plan(native))
 
 
 def test_plan(machine):
