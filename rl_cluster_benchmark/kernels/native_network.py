@@ -26,7 +26,7 @@ LANES = 32  # columns that are computed together
 NO_MEMORY = "no memory for the activations of a pass; a smaller hardware.micro_batch needs less"
 # The comparison with torch. Rounding may switch a unit that is next to zero, or choose another pixel of a window, with
 # a visible effect on the gradients of a small network; of three batches at least one is free of that.
-CHECKED = (5, 6, 37)  # samples: gradients are summed over blocks of 32, and chunks of 4 leave a rest
+CHECKED = (5, 6, 37)  # samples: gradients are summed over blocks of 32, and chunks of 2 leave a rest
 ERROR, ERROR_OF_DECISIONS = 1e-4, 0.1  # relative
 
 
@@ -60,7 +60,7 @@ class NativeTrunk:
         )
         self._weights, self._biases = weights, biases
         self._width = len(biases[-1])
-        self._passes = 0
+        self._passes = self._hidden_at = 0
         self.stale = True
         self.rows: HiddenRows | None = None  # where `backward` writes instead of adding to the hidden weights' gradient
         self.seconds = (ctypes.c_double * 3)()  # spent in training passes in one call: forward, losses, backward
@@ -116,7 +116,7 @@ class NativeTrunk:
         return network, train
 
     def begin_pass(self) -> None:
-        if self.stale:
+        if self.stale or self._hidden_at != self._weights[-1].data_ptr():
             self._pack()
         self._passes += 1
 
@@ -141,9 +141,9 @@ class NativeTrunk:
         return self._passes
 
     def _pack(self) -> None:
-        """Give the C code a copy of the weights, transformed as it needs them."""
+        """Give the C code the weights: those of convolutions it copies, those of the hidden layer it reads in place."""
         self._c_pack(self._network, _pointers(self._weights), _pointers(self._biases))
-        self.stale = False
+        self._hidden_at, self.stale = self._weights[-1].data_ptr(), False
 
     def __del__(self) -> None:
         self._c_destroy(self._network)

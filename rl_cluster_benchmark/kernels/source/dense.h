@@ -3,8 +3,8 @@
 #define SAMPLES_AT_ONCE 128 /* of a gradient of the weights: what is read of them stays in the cache */
 
 typedef struct {
-    int features, width; /* multiples of 32 */
-    float *weights, *bias; /* [width][features], a copy */
+    int features, width;         /* multiples of 64 and of 32 */
+    const float *weights, *bias; /* [width][features] */
 } Dense;
 
 INLINE float total(vec values) {
@@ -24,7 +24,7 @@ INLINE void dense_outputs(const int rows, const Dense *dense, const float *weigh
 
 /* out[count][width] = relu(inputs x weights^T + bias); a few rows of the weights are read once for all samples. */
 static void dense_forward(const Dense *dense, const float *inputs, int count, float *out) {
-    const int rows = VL == 16 ? 4 : 2;
+    const int rows = 2;
     const long features = dense->features, width = dense->width;
     for (long c = 0; c < width; c += 4) {
         int i = 0;
@@ -36,7 +36,7 @@ static void dense_forward(const Dense *dense, const float *inputs, int count, fl
 }
 
 INLINE void dense_slopes(const int rows, const Dense *dense, const float *slopes, int c, float *grad) {
-    const int vectors = VL == 4 ? 4 : 2;
+    const int vectors = 4;
     const long features = dense->features;
     for (long f = 0; f < features; f += vectors * VL) {
         vec sums[MOST_SUMS];
@@ -54,7 +54,7 @@ static void dense_backward(const Dense *dense, const float *inputs, const float 
     for (long j = 0; j < count * width; j += VL) store(slopes + j, where_positive(load(out + j), load(slopes + j)));
     for (int c = 0; c < width; c += 8) {
         int i = 0;
-        for (; i + 4 <= count; i += 4) dense_slopes(4, dense, slopes + i * width, c, grad + i * features);
+        for (; i + 2 <= count; i += 2) dense_slopes(2, dense, slopes + i * width, c, grad + i * features);
         for (; i < count; i++) dense_slopes(1, dense, slopes + i * width, c, grad + i * features);
     }
     for (long j = 0; j < count * features; j += VL) store(grad + j, where_positive(load(inputs + j), load(grad + j)));

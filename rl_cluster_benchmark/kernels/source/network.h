@@ -10,9 +10,7 @@
 
 #include "pass.h"
 
-#ifndef CHUNK
-#define CHUNK 4  /* samples that go through the layers together */
-#endif
+#define CHUNK 2  /* samples that go through the layers together: what is saved of more does not stay in a core's own cache */
 #define BLOCK 32 /* samples whose gradients are summed before they are added to those of the others */
 #define MOST_THREADS 256
 
@@ -273,18 +271,17 @@ int network_products(Network *net, int threads, float *inputs, float *slopes, in
     return 1;
 }
 
-/* Take a copy of weights[i] and biases[i]: those of the convolutions in order, [out][height][width][in], then those of the hidden
- * layer, [hidden][features]. */
+/* Take weights[i] and biases[i]: those of the convolutions in order, [out][height][width][in], of which it makes copies, then those
+ * of the hidden layer, [hidden][features], which are read in place: copies would not fit into the cache that workers share. */
 void network_pack(Network *net, const float *const *weights, const float *const *biases) {
     net->is->pack(net, weights, biases);
-    memcpy(net->hidden.weights, weights[net->num_convs], sizeof(float) * net->hidden.width * net->hidden.features);
-    memcpy(net->hidden.bias, biases[net->num_convs], sizeof(float) * net->hidden.width);
+    net->hidden.weights = weights[net->num_convs], net->hidden.bias = biases[net->num_convs];
 }
 
 void network_destroy(Network *net) {
     for (int i = 0; i < MOST_THREADS; i++) destroy_work(net, i);
     if (net->layers) net->is->destroy(net);
-    free(net->inputs.first), free(net->slopes.first), free(net->saved.first), free(net->hidden.weights), free(net->hidden.bias);
+    free(net->inputs.first), free(net->slopes.first), free(net->saved.first);
     free(net);
 }
 
@@ -294,6 +291,6 @@ static Network *make_network(const Architecture *is, long observation_bytes, int
     Network *net = calloc(1, sizeof *net);
     if (!net) return NULL;
     net->is = is, net->observation_bytes = observation_bytes, net->num_convs = num_convs;
-    net->hidden = (Dense){(int)features, width, allocate(features * width), allocate(width)};
-    return net->hidden.weights && net->hidden.bias ? net : (network_destroy(net), NULL);
+    net->hidden = (Dense){.features = (int)features, .width = width};
+    return net;
 }
