@@ -28,8 +28,8 @@ for number in ORDERS:  # under nohup, or in the background: ignored here as befo
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One on each core (-n auto), as far as the others' runs may be slowed down by it."""
-    return min(detection.detect().usable_cores, MOST_PROCESSES)
+    """What -n auto means: one on each core, and one more, for most tests wait now and then."""
+    return min(detection.detect().usable_cores + 1, MOST_PROCESSES)
 
 
 @pytest.fixture
