@@ -77,6 +77,7 @@ def test_updates_are_dated_by_who_made_them(algorithm, tmp_path):
     run, label = tmp_path / "run", f"{algorithm.upper()}_Parallel"
     setting = ("--algorithm", algorithm, "--mode", "parallel", *TINY, "--num-workers", 2, "--num-envs", 16)
     setting += ("--set", "training.save_interval=1000000")  # for a checkpoint, workers do wait until it is taken
+    setting += ("--set", "training.log_interval=1")
     with processes.running(*setting, "--duration", 3 / 3600, "--output-dir", run) as process:
         processes.wait_for_updates(run, label, 5, process)
         process.send_signal(signal.SIGSTOP)
