@@ -19,7 +19,7 @@ FIRST_STEPS = {
     ("ppo", "sequential"): (100_000, 0.9),
     ("a2c", "parallel"): (160_000, 0.3),
     ("a3c", "parallel"): (160_000, 0.7),
-    ("impala", "parallel"): (160_000, 0.3),
+    ("impala", "parallel"): (240_000, 0.2),
 }
 
 
