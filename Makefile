@@ -10,6 +10,9 @@ PARALLEL ?= $(OUT)/parallel_1h
 QUICK := env.num_envs=32 training.n_steps=32 training.batch_size=256 training.n_epochs=2 training.log_interval=1 \
   parallel.num_workers=null parallel.num_envs_per_worker=null
 ARGS ?=
+JOBS ?= auto
+# Tests side by side, whose threads sleep while they wait for each other: there are more of them than cores.
+TESTS := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all test-cluster test-faults fuzz soak lint setup doctor train train-timed train-parallel train-parallel-timed train-a2c train-a2c-parallel train-a3c-parallel train-impala train-impala-timed train-impala-parallel train-impala-parallel-timed train-distributed scaling tune profile evaluate evaluate-ppo evaluate-impala compare benchmark benchmark-quick dashboard runs tensorboard docs bench bench-peers clean
@@ -20,8 +23,8 @@ help: ## show this list
 quickstart: venv/.installed ## set up, train PPO on CoinRun for a minute, evaluate it, draw its curve
 	$(BIN)/rlcb quickstart $(ARGS)
 
-test: lint ## set up and run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: lint ## set up and run the tests, side by side on all cores (JOBS=0: one after the other)
+	$(TESTS) $(ARGS)
 
 test-all: lint ## all tests, also the long ones: sanitizers, larger model checks (about an hour)
 	$(BIN)/python -m pytest -m 'not cluster' $(ARGS)

@@ -13,13 +13,23 @@ import pytest
 from helpers import chromium
 from helpers.commands import CELL_SETTINGS, MATRIX, ROOT, environment, rlcb, tiny_run
 from helpers.forked import Command
+from helpers.made_once import made_once
 
 from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.core.stop import ORDERS
+from rl_cluster_benchmark.machine import detection
+
+MOST_PROCESSES = 4  # that test side by side: each has its commands and their workers beside it
 
 for number in ORDERS:  # under nohup, or in the background: ignored here as before, but not by the runs that tests start
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What -n auto means: one on each core, and one more, for most tests wait now and then."""
+    return min(detection.detect().usable_cores + 1, MOST_PROCESSES)
 
 
 @pytest.fixture
@@ -73,20 +83,24 @@ def launched() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished tiny run, not to be changed."""
-    output = tmp_path_factory.mktemp("trained") / "run"
-    done = tiny_run(output, "--set", "training.save_interval=2")
-    assert done.returncode == 0, done.stderr
-    return output
+
+    def make(folder: Path) -> None:
+        done = tiny_run(folder / "run", "--set", "training.save_interval=2")
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "trained", make) / "run"
 
 
 @pytest.fixture(scope="session")
 def benchmarked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished benchmark, not to be changed; benchmark.log holds what it printed."""
-    output = tmp_path_factory.mktemp("benchmarked") / "matrix"
-    done = rlcb("benchmark", *MATRIX, *CELL_SETTINGS, "--output-dir", output)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (output / "benchmark.log").write_text(done.stdout)
-    return output
+
+    def make(folder: Path) -> None:
+        done = rlcb("benchmark", *MATRIX, *CELL_SETTINGS, "--output-dir", folder / "matrix")
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder / "matrix" / "benchmark.log").write_text(done.stdout)
+
+    return made_once(tmp_path_factory, "benchmarked", make) / "matrix"
 
 
 @pytest.fixture(scope="session")

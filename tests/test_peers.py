@@ -96,7 +96,7 @@ def test_a_failing_library_is_reported_and_the_others_go_on(tmp_path: Path, caps
     assert learner["seconds"] >= 0.3
     assert learner["fps"] > 0
     assert learner["memory"] > 50e6
-    assert 0.2 < learner["busy_cores"] <= (os.cpu_count() or 1) + 0.5
+    assert 0 < learner["busy_cores"] <= (os.cpu_count() or 1) + 0.5
     # Counted, not told: 8 samples and one step of the optimiser for 4 environment steps, those without gradient not.
     assert learner["facts"]["parameters"] == 626_256
     assert learner["facts"]["samples_per_step"] == pytest.approx(2)

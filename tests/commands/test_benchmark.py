@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -163,9 +162,9 @@ def test_one_cell_at_a_time_as_on_a_cluster(benchmarked, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "0  ppo_sequential_Catch-v0_seed1" in done.stdout
     assert "sbatch --array=0-1" in done.stdout
-    job = [sys.executable, "-m", "rl_cluster_benchmark", "benchmark", "--resume", "--output-dir", output, "--cell"]
+    job = ["benchmark", "--resume", "--output-dir", output, "--cell"]
     jobs = [
-        subprocess.Popen([*job, cell], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+        Command([*job, cell], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
         for cell in ("0", "a2c_sequential_Catch-v0_seed1")
     ]
     assert [job.wait(timeout=120) for job in jobs] == [0, 0]

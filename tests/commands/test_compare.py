@@ -24,11 +24,6 @@ from rl_cluster_benchmark.tools.reports.template import as_template
 COINRUN, STARPILOT = "procgen-coinrun-v0", "procgen-starpilot-v0"
 
 
-def compare_results(cwd, *args):
-    call = [sys.executable, ROOT / "compare_results.py", *map(str, args)]
-    return subprocess.run(call, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.fixture(scope="module")
 def documented(cells, tmp_path_factory):
     """compare_results.py as the guide calls it, on copies whose figures are those of the guide."""
@@ -44,10 +39,10 @@ def documented(cells, tmp_path_factory):
         total_updates=2832, avg_fps=3204.0, final_fps=3198.0, initial_reward=2.38, final_reward=8.45, best_reward=9.67,
         peak_memory_gb=6.12,
     )  # fmt: skip
-    done = compare_results(
-        folder, "--sequential", "./benchmarks/sequential_1h", "--parallel", "./benchmarks/parallel_1h",
-        "--output", "./benchmarks/comparison.png",
-    )  # fmt: skip
+    call = [sys.executable, ROOT / "compare_results.py"]
+    call += ["--sequential", "./benchmarks/sequential_1h", "--parallel", "./benchmarks/parallel_1h"]
+    call += ["--output", "./benchmarks/comparison.png"]
+    done = subprocess.run(call, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -120,7 +115,7 @@ def test_the_documented_report_and_plot(documented):
 
 
 def test_the_two_run_form_without_output_writes_where_it_stands(cells, tmp_path):
-    done = compare_results(tmp_path, "--sequential", cells["a2c_sequential"], "--parallel", cells["a2c_parallel"])
+    done = rlcb("compare", "--sequential", cells["a2c_sequential"], "--parallel", cells["a2c_parallel"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {file.name for file in tmp_path.iterdir()} == {"comparison.png", "comparison_report.txt"}
 
@@ -128,7 +123,7 @@ def test_the_two_run_form_without_output_writes_where_it_stands(cells, tmp_path)
 def test_two_runs_of_different_tasks_have_no_speedup(cells, tmp_path):
     one = copy_run(cells["ppo_sequential"], tmp_path / "coinrun", config={"env.name": COINRUN})
     other = copy_run(cells["a2c_parallel"], tmp_path / "starpilot", config={"env.name": STARPILOT})
-    done = compare_results(tmp_path, "--sequential", one, "--parallel", other)
+    done = rlcb("compare", "--sequential", one, "--parallel", other, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"Speedup \(Parallel/Sequential\) +- +- *\n", done.stdout)
     assert re.search(r"Efficiency Gain \(%\) +- +- *\n", done.stdout)
@@ -155,7 +150,7 @@ def test_wrong_uses_of_the_two_run_form(cells, tmp_path):
         (("--sequential", one, "--parallel", two, "--output", tmp_path / "no" / "x.png"), "does not exist"),
         ((), "Nothing to compare"),
     ):
-        done = compare_results(tmp_path, *args)
+        done = rlcb("compare", *args, cwd=tmp_path)
         assert done.returncode == 2, done.stdout
         assert text in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1

@@ -13,7 +13,7 @@ import time
 import urllib.parse
 
 import pytest
-from helpers.commands import ROOT, environment
+from helpers.commands import ROOT, environment, rlcb
 from helpers.forked import Command
 from helpers.run_copies import copy_run, edit_json
 
@@ -243,10 +243,7 @@ def test_wrong_arguments():
         (("nowhere",), "is not a directory"),
         ((".", "--port", "99999999"), "argument --port: 99999999 is not allowed"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "rl_cluster_benchmark", "dashboard", *args],
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        done = rlcb("dashboard", *args)
         assert done.returncode == 2
         assert text in done.stderr
         assert "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from helpers.commands import rlcb
+from helpers.made_once import made_once
 from helpers.scripted import ScriptedEnv
 
 from rl_cluster_benchmark.config.schema import EnvConfig
@@ -141,31 +142,25 @@ def test_the_block_and_the_file(trained, tmp_path):
 @pytest.fixture(scope="module")
 def coinrun(tmp_path_factory):
     """A checkpoint of a small network that has seen a little of CoinRun."""
-    output = tmp_path_factory.mktemp("coinrun") / "run"
-    done = rlcb(
-        "train", "--env", "coinrun", "--num-envs", 8, "--batch-size", 128, "--set", "training.n_steps=32",
-        "--set", "model.channels=[4, 8]", "--total-timesteps", 500, "--num-threads", 1, "--output-dir", output,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return output / "checkpoints" / "ppo_sequential_final.pt"
+
+    def make(folder):
+        done = rlcb(
+            "train", "--env", "coinrun", "--num-envs", 8, "--batch-size", 128, "--set", "training.n_steps=32",
+            "--set", "model.channels=[4, 8]", "--total-timesteps", 500, "--num-threads", 1,
+            "--output-dir", folder / "run",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "coinrun", make) / "run" / "checkpoints" / "ppo_sequential_final.pt"
 
 
 @pytest.mark.parametrize("levels", ["train", "test", "all"])
 def test_levels(coinrun, levels, tmp_path):
     report = tmp_path / "result.json"
     done = rlcb(
-        "evaluate",
-        "--checkpoint",
-        coinrun,
-        "--levels",
-        levels,
-        "--num-episodes",
-        6,
-        "--num-threads",
-        1,
-        "--json",
-        report,
-    )
+        "evaluate", "--checkpoint", coinrun, "--levels", levels, "--num-episodes", 2, "--num-threads", 1,
+        "--json", report,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(report.read_text())
     assert result["levels"] == levels
@@ -174,7 +169,7 @@ def test_levels(coinrun, levels, tmp_path):
 
 def test_another_game_can_be_played(coinrun):
     done = rlcb(
-        "evaluate", "--checkpoint", coinrun, "--env", "procgen-starpilot-v0", "--num-episodes", 4, "--num-threads", 1
+        "evaluate", "--checkpoint", coinrun, "--env", "procgen-starpilot-v0", "--num-episodes", 1, "--num-threads", 1
     )
     assert done.returncode == 0, done.stderr
     assert "Environment: procgen-starpilot-v0" in done.stdout
@@ -227,19 +222,8 @@ def test_agents_are_compared_by_the_levels_that_they_were_evaluated_on(coinrun, 
 @pytest.mark.parametrize(("name", "magic"), [("agent.gif", b"GIF89a"), ("agent.mp4", b"ftyp")])
 def test_video(coinrun, name, magic, tmp_path):
     file = tmp_path / name
-    done = rlcb(
-        "evaluate",
-        "--checkpoint",
-        coinrun,
-        "--env",
-        "starpilot",
-        "--num-episodes",
-        4,
-        "--num-threads",
-        1,
-        "--video",
-        file,
-    )
+    args = ("--checkpoint", coinrun, "--env", "starpilot", "--num-episodes", 1, "--num-threads", 1, "--video", file)
+    done = rlcb("evaluate", *args)
     assert done.returncode == 0, done.stderr
     assert magic in file.read_bytes()[:12]
     assert file.stat().st_size > 10_000

@@ -5,13 +5,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from helpers.commands import ROOT, environment, rlcb
+from helpers.forked import Command
 from helpers.machines import FOREVER, TINY, metrics, summary
 from helpers.stand_ins import NOTE, SSH, StandIns
 
@@ -27,13 +27,14 @@ def tools(needs_pty, tmp_path):
 
 @pytest.fixture
 def start(tools, tmp_path):
-    """Start a command in the background, its output in a file; whatever the test does, all of it is gone afterwards."""
+    """Start `rlcb` or bash in the background, output in a file; whatever the test does, all is gone afterwards."""
     started = []
 
     def begin(*call, **environ):
         log = tmp_path / f"log{len(started)}"
+        begun = subprocess.Popen if call[0] == "bash" else Command
         with log.open("wb") as file:
-            process = subprocess.Popen(
+            process = begun(
                 list(map(str, call)), cwd=tmp_path, env=environment() | {"PATH": tools.path} | environ, stdout=file,
                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
@@ -95,8 +96,7 @@ def nodes_of(process):
 
 def launch_ssh(*train, hosts="localhost"):
     return (
-        sys.executable, "-m", "rl_cluster_benchmark", "launch", "ssh", "--hosts", hosts, "--directory", ROOT,
-        "--", "train", *LAUNCHED, *train,
+        "launch", "ssh", "--hosts", hosts, "--directory", ROOT, "--", "train", *LAUNCHED, *train,
     )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def test_a_slurm_job_replaces_the_old_run_once(start, tools, old_run, tmp_path):
     output, old_updates = old_run, updates(old_run)
     call = ["launch", "slurm", "--nodes", 1, "--directory", ROOT, "--log", tmp_path / "job.log", "--", "train",
             *LAUNCHED, "--overwrite", "--total-timesteps", FOREVER, "--output-dir", output]  # fmt: skip
-    submit, said = start(sys.executable, "-m", "rl_cluster_benchmark", *call)
+    submit, said = start(*call)
     assert submit.wait(60) == 0, said.read_text()
     script = tools.calls("sbatch")[-1][-1]
 
@@ -188,10 +188,7 @@ class PbsJob:
         self.hosts.write_text("localhost\n")
         call = ["launch", "pbs", "--nodes", 1, "--job-name", name, "--directory", ROOT, "--log", folder / "job.log",
                 "--", "train", *LAUNCHED, *train]  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)], cwd=folder, capture_output=True, text=True,
-            env=environment() | {"PATH": tools.path}, timeout=60,
-        )  # fmt: skip
+        done = rlcb(*call, cwd=folder, variables={"PATH": tools.path}, timeout=60)
         assert done.returncode == 0, done.stderr
         self.script = Path(folder, tools.calls("qsub")[-1][-1])
         self._spooled = shutil.copy(self.script, folder / f"spooled-{len(tools.calls('qsub'))}")  # as PBS does

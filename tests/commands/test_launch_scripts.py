@@ -3,11 +3,10 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import environment
+from helpers.commands import rlcb
 from helpers.stand_ins import NOTE, StandIns
 
 from rl_cluster_benchmark.cli import main
@@ -171,9 +170,7 @@ def test_a_pbs_job_is_told_to_save_before_its_end(tools, tmp_path):
     tools.add("python-there", "#!/bin/bash\ntrap 'exit 138' USR1\nfor i in {1..600}; do /bin/sleep 0.1; done\n")
     call = ["launch", "pbs", "--nodes", 1, "--time", 3600, "--python", tools.folder / "python-there", "--script",
             "job.sh", "--log", "job.log", "--", "train", "--output-dir", "a"]  # fmt: skip
-    subprocess.run(
-        [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)], env=environment(), cwd=tmp_path, check=True
-    )
+    assert rlcb(*call, cwd=tmp_path).returncode == 0
     environ = os.environ | {"PBS_JOBID": "1.server", "PBS_NODEFILE": "nodes"}
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, timeout=60)
     assert done.returncode == 138

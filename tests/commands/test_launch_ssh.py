@@ -4,13 +4,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import psutil
 import pytest
-from helpers.commands import ROOT, environment
+from helpers.commands import ROOT, environment, rlcb
+from helpers.forked import Command
 from helpers.machines import FOREVER, TINY
 from helpers.stand_ins import SSH, StandIns
 
@@ -45,10 +45,9 @@ def test_no_value_of_a_variable_stands_on_a_command_line(tools, tmp_path):
             "--output-dir", tmp_path / "run"]  # fmt: skip
     log = tmp_path / "log"
     with log.open("wb") as file:
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "rl_cluster_benchmark", *map(str, call)], cwd=tmp_path, env=environ, stdout=file,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        launcher = Command(
+            call, cwd=tmp_path, env=environ, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
     try:
         deadline, seen = time.monotonic() + 120, set()
         while "Output: " not in log.read_text():
@@ -95,11 +94,8 @@ def test_a_host_is_never_an_option_or_a_command(host, tmp_path):
 
 
 def test_an_odd_host_is_refused_before_any_ssh(tools, tmp_path):
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "launch", "ssh", f"--hosts={ODD_HOSTS[0]},b", "--", "train",
-            "--output-dir", tmp_path / "run"]  # fmt: skip
-    done = subprocess.run(
-        list(map(str, call)), cwd=tmp_path, env=environment() | {"PATH": tools.path}, capture_output=True, text=True
-    )
+    call = ("launch", "ssh", f"--hosts={ODD_HOSTS[0]},b", "--", "train", "--output-dir", tmp_path / "run")
+    done = rlcb(*call, cwd=tmp_path, variables={"PATH": tools.path})
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: Host '-oProxyCommand")
     assert not tools.calls("ssh")

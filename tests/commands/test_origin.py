@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
 import yaml
 from helpers.commands import ROOT, TINY, environment, rlcb
+from helpers.forked import Command
 from helpers.run_copies import edit_json
 
 from rl_cluster_benchmark.cli import main
@@ -136,8 +136,8 @@ def test_the_evaluations_of_an_earlier_state_do_not_pass_for_those_of_a_later_on
 def kill_after_a_new_checkpoint(run, *args):
     """Resume the run, and kill it as soon as it has saved again; returns (its newest checkpoint, the one before)."""
     before = set((run / "checkpoints").glob("*.pt"))
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "train", "--resume", "--output-dir", run, *args]
-    process = subprocess.Popen([*map(str, call)], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    call = ["train", "--resume", "--output-dir", run, *args]
+    process = Command(call, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 60
         while not set((run / "checkpoints").glob("*.pt")) - before and time.monotonic() < end:

@@ -40,9 +40,10 @@ SETTINGS = (
 LENGTH = ("--total-timesteps", 6000)
 
 
-def begin(*args):
+def begin(*args, variables=None):
     """`rlcb ARGS` in the background."""
-    return Command(args, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = environment() | (variables or {})
+    return Command(args, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def at_once(calls):
@@ -406,10 +407,10 @@ def test_files_of_somebody_else_in_the_output_directory(tmp_path):
 
 
 def site(folder, name, text):
-    """Environment in which every Python process finds this module first."""
+    """The variable with which every Python process finds this module first."""
     folder.mkdir()
     (folder / name).write_text(text)
-    return environment() | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
 def test_nothing_is_removed_for_a_run_that_cannot_start(trained, tmp_path):
@@ -417,15 +418,12 @@ def test_nothing_is_removed_for_a_run_that_cannot_start(trained, tmp_path):
     run = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, run], check=True)
     before = contents(run)
-    environ = site(tmp_path / "site", "tensorboard.py", "raise ImportError\n")
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "train", *map(str, TINY), "--output-dir", str(run)]
-    for more, sentence in (
-        ([], "tensorboard is not installed"),
-        (["--num-envs", "65536", "--set", "training.n_steps=65536"], "A rollout of"),
-    ):
-        done = subprocess.run(
-            [*call, "--overwrite", *more], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240
-        )
+    call = ["train", *map(str, TINY), "--output-dir", str(run), "--overwrite"]
+    missing = environment() | site(tmp_path / "site", "tensorboard.py", "raise ImportError\n")
+    python = [sys.executable, "-m", "rl_cluster_benchmark"]
+    without = subprocess.run([*python, *call], cwd=ROOT, env=missing, capture_output=True, text=True, timeout=240)
+    too_large = rlcb(*call, "--num-envs", 65536, "--set", "training.n_steps=65536")
+    for done, sentence in ((without, "tensorboard is not installed"), (too_large, "A rollout of")):
         assert done.returncode == 2, done.stdout
         assert sentence in done.stderr
         assert contents(run) == before
@@ -487,21 +485,19 @@ def test_a_run_whose_disk_is_away_while_another_starts_is_not_removed(trained, t
 
 def test_a_filesystem_without_locks(tmp_path):
     """A live run of this machine is found all the same: it has the lock file open."""
-    environ = site(
+    without = site(
         tmp_path / "site",
         "sitecustomize.py",
         "import errno, fcntl\ndef flock(*args):\n    raise OSError(errno.ENOLCK, 'No locks available')\n"
         "fcntl.flock = flock\n",
     )
     output = tmp_path / "run"
-    call = [sys.executable, "-m", "rl_cluster_benchmark", "train", *map(str, TINY), "--output-dir", str(output)]
-    call += ["--total-timesteps", "6000"]
-    run = subprocess.Popen(call, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    call = ("train", *TINY, "--output-dir", output, "--total-timesteps", 6000)
+    run = begin(*call, variables=without)
     try:
         with held_in_training(run, log_of(output)):
             before = contents(output, ())
-            again = [*call, "--overwrite"]
-            done = subprocess.run(again, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240)
+            done = rlcb(*call, "--overwrite", variables=without)
             assert done.returncode == 2, done.stdout
             assert "is in use by another run" in done.stderr
             assert contents(output, ()) == before

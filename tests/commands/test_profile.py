@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.commands import ROOT, environment, rlcb
+from helpers.commands import ROOT, rlcb
 
 from rl_cluster_benchmark.algorithms.ppo import PPO
 from rl_cluster_benchmark.config import config_files
@@ -35,14 +35,11 @@ SMALL_NETWORK = ("--set", "model.mlp_sizes=[8]")
 
 
 def profile(output, *args, seconds_per_step=None):
-    call = ["profile", *map(str, QUICK), *map(str, args), "--output-dir", str(output)]
-    if seconds_per_step is None:
-        done = rlcb(*call)
-    else:
+    slow = {}
+    if seconds_per_step is not None:
         path = os.pathsep.join([str(ROOT / "tests" / "slow_environments"), str(ROOT)])
-        variables = environment() | {"PYTHONPATH": path, "SECONDS_PER_STEP": str(seconds_per_step)}
-        call = [sys.executable, "-m", "rl_cluster_benchmark", *call]
-        done = subprocess.run(call, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)
+        slow = {"PYTHONPATH": path, "SECONDS_PER_STEP": str(seconds_per_step)}
+    done = rlcb("profile", *QUICK, *args, "--output-dir", output, variables=slow)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((output / "profile.json").read_text())
     for sentence in found["verdict"]:

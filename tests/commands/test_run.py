@@ -24,8 +24,8 @@ from rl_cluster_benchmark.run import checkpoint
 from rl_cluster_benchmark.run.directory import RunDirectory
 from rl_cluster_benchmark.run.run import Run, _forget_older_updates
 from rl_cluster_benchmark.run.summary import final_fps
+from rl_cluster_benchmark.tools import quickstart
 from rl_cluster_benchmark.tools.analysis.runs import load_runs
-from rl_cluster_benchmark.tools.quickstart import _holds_a_quickstart
 
 SUMMARY_KEYS = {
     "algorithm", "mode", "env", "seed", "num_envs", "num_workers", "duration_hours", "total_timesteps",
@@ -121,8 +121,8 @@ def test_one_seed_one_result_on_procgen(precision, tmp_path):
     runs = {}
     for name, seed in (("first", 1), ("second", 1), ("other", 2)):
         done = rlcb(
-            "train", "--env", "starpilot", "--num-envs", 8, "--batch-size", 64, "--total-timesteps", 500,
-            "--set", "training.n_steps=32", "--set", "model.channels=[4, 8]", "--num-threads", 2, "--seed", seed,
+            "train", "--env", "starpilot", "--num-envs", 4, "--batch-size", 32, "--total-timesteps", 128,
+            "--set", "training.n_steps=16", "--set", "model.channels=[4, 8]", "--num-threads", 2, "--seed", seed,
             "--set", f"hardware.precision={precision}", "--output-dir", tmp_path / name,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -441,7 +441,8 @@ def test_threads_stay_within_what_was_asked(tmp_path):
     )
     output = tmp_path / "run"
     train = ("train", "--env", "coinrun", "--num-envs", 8, "--batch-size", 128, "--total-timesteps", 1000)
-    evaluate = ("evaluate", "--checkpoint", output / "checkpoints" / "ppo_sequential_final.pt", "--num-episodes", 8)
+    train += ("--set", "training.n_steps=128")
+    evaluate = ("evaluate", "--checkpoint", output / "checkpoints" / "ppo_sequential_final.pt", "--num-episodes", 4)
     for call in ((*train, "--output-dir", output), evaluate):
         done = subprocess.run(
             [sys.executable, "-c", code, *map(str, call), "--num-threads", "1"],
@@ -451,13 +452,14 @@ def test_threads_stay_within_what_was_asked(tmp_path):
         assert float(done.stdout.rpartition("BUSY")[2]) < 1.2, call[0]
 
 
-def test_the_quickstart(tmp_path):
+def test_the_quickstart(tmp_path, call, monkeypatch):
+    monkeypatch.setattr(quickstart, "EPISODES", 4)
     run = tmp_path / "run"
-    done = rlcb("quickstart", "--duration", 6 / 3600, "--output-dir", run)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, out, err = call("quickstart", "--duration", 6 / 3600, "--output-dir", run)
+    assert status == 0, out + err
     for words in ("Workers: ", "trained agent", "random policy", "Learning curve:"):
-        assert words in done.stdout
+        assert words in out
     assert (run / "learning_curve.png").stat().st_size > 10_000
     assert next(run.glob("checkpoints/*_final.pt"))
     again = load("quickstart", {"output_dir": str(run), "training.duration_hours": 6 / 3600})
-    assert _holds_a_quickstart(RunDirectory.of(again), again)  # and so it is replaced unasked
+    assert quickstart._holds_a_quickstart(RunDirectory.of(again), again)  # and so it is replaced unasked

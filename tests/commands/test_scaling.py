@@ -224,10 +224,11 @@ def test_runs_that_are_compared_take_turns(tmp_path):
     """One of the two trains, the other is stopped; each has three turns, whose first update does not count."""
     changes = {"env.name": "Catch-v0", "env.num_envs": 4, "training.n_steps": 32, "hardware.num_threads": 1}
     config = config_files.load(None, MEASURED | changes)
-    at_once = []
+    at_once, others = [], set(psutil.Process().children())
 
     def look():
-        runs = [run for run in psutil.Process().children() if "train" in run.cmdline()]
+        children = set(psutil.Process().children()) - others
+        runs = [run for run in children if "train" in run.cmdline()]
         at_once.append((len(runs), sum(run.status() != psutil.STATUS_STOPPED for run in runs)))
         return False
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from helpers.commands import ROOT, environment, rlcb
 from helpers.forked import Command
+from helpers.made_once import made_once
 from helpers.processes import is_alive
 
 from rl_cluster_benchmark.config import config_files as configs
@@ -659,11 +660,13 @@ def test_processes_never_take_the_same_trial(tmp_path):
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
     """The directory of a search that was not interrupted; search.log holds what it printed."""
-    folder = tmp_path_factory.mktemp("searched")
-    done = rlcb("search", "--space", write(folder), "--trials", 4, "--output-dir", folder / "search")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "search" / "search.log").write_text(done.stdout)
-    return folder / "search"
+
+    def make(folder):
+        done = rlcb("search", "--space", write(folder), "--trials", 4, "--output-dir", folder / "search")
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder / "search" / "search.log").write_text(done.stdout)
+
+    return made_once(tmp_path_factory, "searched", make) / "search"
 
 
 def outcome(directory):

@@ -7,7 +7,7 @@ import pytest
 from harness import MODES
 
 
-@pytest.mark.parametrize("mode", [MODES[1], MODES[4]], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", [MODES[1], pytest.param(MODES[4], marks=pytest.mark.long)], ids=lambda mode: mode.name)
 def test_kills(mode):
     seed = int(os.environ.get("RLCB_FAULT_SEED", "1"))
     print(f"RLCB_FAULT_SEED={seed}")

@@ -24,7 +24,7 @@ def test_machines_do_not_lose_each_other_while_the_head_writes(tmp_path):
     """For longer than cluster.timeout, in the middle of training and at its end."""
     output = tmp_path / "run"
     more = ("--set", "cluster.timeout=5", "--set", "training.save_interval=5")
-    with Faulty(Mode("a3c", "distributed"), output, 20_000, more, stall("_distributed_step_", 12)) as run:
+    with Faulty(Mode("a3c", "distributed"), output, 20_000, more, stall("_distributed_step_", 8)) as run:
         assert run.wait(150) == 0, run.text
         assert "the disk stalls" in run.text
         assert not run.leftovers()

@@ -168,8 +168,18 @@ def _be_command(arguments: list[str], directory: str, environment: dict[str, str
     sys.stdout = sys.__stdout__ = _unbuffered(1, sys.stdout.encoding, "strict")
     sys.stderr = sys.__stderr__ = _unbuffered(2, sys.stderr.encoding, "backslashreplace")
     tempfile.tempdir = None
+    _customize()
     util.spawnv_passfds, subprocess.Popen = _spawn, _Child
     runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)
+
+
+def _customize() -> None:
+    """Look where PYTHONPATH says, and run the first sitecustomize.py there, as an interpreter does at its start."""
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[1:1] = [folder for folder in folders if folder not in sys.path]
+    file = next((file for folder in folders if (file := Path(folder, "sitecustomize.py")).exists()), None)
+    if file is not None:
+        exec(compile(file.read_text(), file, "exec"), {"__name__": "sitecustomize"})
 
 
 def _unbuffered(number: int, encoding: str, errors: str) -> io.TextIOWrapper:
@@ -184,6 +194,7 @@ def _spawn(path: bytes | str, arguments: list[Any], descriptors: list[int], star
     def serve() -> None:
         _show(*arguments)
         _forget(set(descriptors))
+        _customize()
         exec(arguments[-1], {})
 
     return os.fork() or _end_with(serve)

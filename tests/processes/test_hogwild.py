@@ -98,7 +98,7 @@ def test_output_summary_and_resume(tmp_path):
 def test_nothing_is_trained_when_time_is_over(tmp_path):
     """Also if the end of the run was not written down: its summary is lost."""
     output = tmp_path / "run"
-    time_limit = ("--duration", 2 / 3600)
+    time_limit = ("--duration", 1 / 3600)
     assert train(output, *time_limit, timesteps=100_000_000).returncode == 0
     first = summary(output)
     (output / "training_summary.json").unlink()

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from helpers.commands import ROOT, TINY, environment
-from helpers.processes import RLCB, WORKERS, num_updates
+from helpers.forked import Command
+from helpers.processes import WORKERS, num_updates
 
 from rl_cluster_benchmark.cluster.network import PORTS, free_port
 from rl_cluster_benchmark.tools.launch import ray
@@ -40,8 +41,7 @@ def test_only_the_loopback_interface(how, tmp_path):
     output = tmp_path / "run"
     args = (*RUNS[how], *TINY, "--set", "parallel.pin=never", "--total-timesteps", 10**8, "--output-dir", output)
     with open(tmp_path / "text", "wb") as text:
-        call = [*RLCB, *map(str, args)]
-        process = subprocess.Popen(call, cwd=ROOT, env=environment(), stdout=text, stderr=subprocess.STDOUT)
+        process = Command(args, cwd=ROOT, env=environment(), stdout=text, stderr=subprocess.STDOUT)
     parent, seen = psutil.Process(process.pid), set()
     deadline = time.monotonic() + 120
     try:

@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 from helpers.commands import CELL_SETTINGS, MATRIX, ROOT, TINY, environment
+from helpers.forked import Command
 from helpers.processes import RLCB, WORKERS, is_alive, num_updates, workers_of
 
 from rl_cluster_benchmark.config import config_files
@@ -130,9 +131,9 @@ def test_closing_the_terminal_ends_a_run_in_good_order(open_terminal, tmp_path):
 def test_a_second_order_ends_at_once(tmp_path):
     """Bug 1: when it comes a second later, and is not SIGHUP; here a worker that is stopped holds up the good order."""
     output = tmp_path / "run"
-    call = [*RLCB, *map(str, ("train", *TINY, *WORKERS, "--total-timesteps", 10**8, "--output-dir", output))]
+    call = ("train", *TINY, *WORKERS, "--total-timesteps", 10**8, "--output-dir", output)
     with open(tmp_path / "text", "wb") as text:
-        process = subprocess.Popen(call, cwd=ROOT, env=environment(), stdout=text, stderr=text)
+        process = Command(call, cwd=ROOT, env=environment(), stdout=text, stderr=text)
     try:
         wait_for(lambda: num_updates(output) > 1)
         workers = workers_of(process)
@@ -151,15 +152,15 @@ def test_a_second_order_ends_at_once(tmp_path):
         process.kill()
 
 
-FIVE_SECONDS = ("--total-timesteps", 10**8, "--duration", 5 / 3600)
+SECONDS = ("--total-timesteps", 10**8, "--duration", 3 / 3600)
 LAUNCH = ("launch", "local", "--nodes", 2, "--", "train", *TINY, "--workers-per-node", 1, "--set", "parallel.pin=never")
 
 
 @pytest.mark.parametrize(
     ("command", "label"),
     [
-        (("train", *TINY, *WORKERS, *FIVE_SECONDS, "--output-dir"), "PPO_Parallel"),
-        pytest.param((*LAUNCH, *FIVE_SECONDS, "--output-dir"), "PPO_Distributed", marks=pytest.mark.long),
+        (("train", *TINY, *WORKERS, *SECONDS, "--output-dir"), "PPO_Parallel"),
+        pytest.param((*LAUNCH, *SECONDS, "--output-dir"), "PPO_Distributed", marks=pytest.mark.long),
     ],
     ids=("train", "launch"),
 )
