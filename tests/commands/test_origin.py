@@ -15,7 +15,7 @@ from helpers.run_copies import edit_json
 from rl_cluster_benchmark.cli import main
 from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.env import published
-from rl_cluster_benchmark.run import checkpoint, summary
+from rl_cluster_benchmark.run import checkpoint, provenance
 from rl_cluster_benchmark.tools.analysis import evaluations
 from rl_cluster_benchmark.tools.analysis.comparison import Comparison
 from rl_cluster_benchmark.tools.analysis.runs import load_run, load_runs
@@ -362,6 +362,6 @@ def test_files_of_different_runs_and_versions_are_named(trained, tmp_path):
 def test_a_run_names_the_code_that_it_was_started_with(tmp_path, monkeypatch, call):
     """The checkout may be at another commit when a long run ends; the run still is of the code that it had loaded."""
     output = tmp_path / "run"
-    monkeypatch.setattr(summary, "git_commit", lambda: "later" if (output / "config.yaml").exists() else "loaded")
+    monkeypatch.setattr(provenance, "git_commit", lambda: "later" if (output / "config.yaml").exists() else "loaded")
     assert call("train", *TINY, "--total-timesteps", 600, "--output-dir", output)[0] == 0
     assert json.loads((output / "training_summary.json").read_text())["git_commit"] == "loaded"
