@@ -27,9 +27,9 @@ def machine(monkeypatch):
     ("flags", "precision"),
     [({"amx_bf16", "avx512_bf16"}, "bfloat16"), ({"avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")],
 )
-def test_precision_follows_the_cpu(machine, flags, precision):
+def test_precision_of_torch_follows_the_cpu(machine, flags, precision):
     machine(flags=frozenset(flags))
-    assert planning.plan(Config()).precision == precision
+    assert planning.plan(Config.model_validate({"hardware": {"engine": "torch"}})).precision == precision
     set_by_hand = Config.model_validate({"hardware": {"precision": "float32"}})
     assert planning.plan(set_by_hand).precision == "float32"
 
