@@ -452,16 +452,18 @@ class HardwareConfig(Section):
     )
     precision: MayChange[Literal["auto", "float32", "bfloat16"]] = Field(
         "auto",
-        description="auto is float32 where the network is computed in C (`engine`); in torch it is bfloat16 where the "
-        "CPU has AMX or AVX512-BF16, and float32 elsewhere.",
+        description="auto is float32 where the network is computed in C (`engine`), but on CPUs with AMX, in processes "
+        "of one thread, what is measured to be faster; in torch it is bfloat16 where the CPU has AMX or AVX512-BF16, "
+        "and float32 elsewhere.",
     )
     memory_format: MayChange[Literal["channels_last", "contiguous"]] = Field(
         "channels_last", description="Layout of images and convolutions; contiguous is kept for comparison."
     )
     engine: MayChange[Literal["auto", "native", "torch"]] = Field(
         "auto",
-        description="What computes the IMPALA-CNN or the Nature-CNN: native is this package's C code in float32; "
-        "auto is native where that code suits the network and was built or can be compiled, else torch.",
+        description="What computes the IMPALA-CNN or the Nature-CNN: native is this package's C code, in float32, or, "
+        "on CPUs with AMX and in processes of one thread, in bfloat16; auto is native where that code suits network "
+        "and precision and was built or can be compiled, else torch.",
     )
     micro_batch: MayChange[Int | None] = Field(
         None, ge=1, description="Samples per backward pass, gradients added up to the minibatch; null fits the cache."

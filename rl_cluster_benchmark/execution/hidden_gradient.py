@@ -8,22 +8,21 @@ every worker multiplies its share of the columns, for all samples at once.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from rl_cluster_benchmark.kernels.native_network import LANES, HiddenRows, NativeTrunk
+from rl_cluster_benchmark.kernels.native_network import DTYPES, LANES, HiddenRows, NativeTrunk, padded
 from rl_cluster_benchmark.processes.shared_memory import SharedTensors
 
 MAX_BYTES = 128 * 2**20  # for the rows of a minibatch; larger ones have large passes
 
 
-def allocate(hidden_shape: tuple[int, int], num_samples: int) -> SharedTensors | None:
+def allocate(hidden_shape: tuple[int, int], num_samples: int, precision: str) -> SharedTensors | None:
     """Make the memory for a minibatch's rows; return None if it would be too much."""
     width, features = hidden_shape
-    if 4 * num_samples * (width + features) > MAX_BYTES:
+    count, dtype = padded(num_samples), DTYPES[precision]
+    if dtype.itemsize * count * (width + features) > MAX_BYTES:
         return None
-    shapes = {"inputs": (num_samples, features), "slopes": (num_samples, width)}
-    return SharedTensors({name: (shape, torch.float32) for name, shape in shapes.items()})
+    return SharedTensors({"inputs": ((count, features), dtype), "slopes": ((count, width), dtype)})
 
 
 class HiddenGradient:
@@ -50,6 +49,9 @@ class HiddenGradient:
         """Begin a minibatch: nobody reads the rows of the last one any more."""
         assert num_samples <= len(self.rows.inputs)
         self._samples = num_samples
+        if self._rank == 0:
+            for rows in self.rows:
+                rows[num_samples : padded(num_samples)].zero_()
 
     def place(self, start: int, count: int) -> None:
         """Say where in the minibatch the samples of the next pass are."""

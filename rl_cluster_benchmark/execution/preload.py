@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 
 from rl_cluster_benchmark.core.stop import leave_orders_to_parent
@@ -36,8 +37,8 @@ def _load() -> None:
     from rl_cluster_benchmark.kernels import heads, native_network
 
     heads.available()
-    for architecture in native_network.SOURCES:
-        native_network.available(architecture)
+    for architecture, precision in itertools.product(native_network.SOURCES, native_network.DTYPES):
+        native_network.available(architecture, precision)
     if game := os.environ.get(GAME_VARIABLE):
         load_envpool()
         qt = _qt_core()

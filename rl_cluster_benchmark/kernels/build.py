@@ -1,9 +1,9 @@
-"""The C code in `source/` as a library: which variants there are, which one this CPU can run, and where it comes from.
+"""The C code as a library: which variants there are, which of them this CPU can run, and where a library comes from.
 
-A variant is the same source, compiled for the instruction sets of a kind of CPU. Wheels carry the variants of their
-platform in `built/`; elsewhere the compiler makes the one that is needed, once, in the user's cache. RLCB_KERNELS names
-the variant to take, RLCB_NO_KERNELS takes none, and RLCB_KERNEL_FLAGS adds compiler flags, such as those of the
-sanitizers (tests/sanitizers).
+A variant is code for the instruction sets of a kind of CPU: `source/`, in float32, compiled for one of them, or `amx/`,
+in bfloat16. Wheels carry the variants of their platform in `built/`; elsewhere the compiler makes those that are
+needed, once, in the user's cache. RLCB_KERNELS names the variant to take, RLCB_NO_KERNELS takes none, and
+RLCB_KERNEL_FLAGS adds compiler flags, such as those of the sanitizers (tests/sanitizers).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from rl_cluster_benchmark.core.errors import UserError
 
-SOURCE = Path(__file__).parent / "source"
-BUILT = Path(__file__).parent / "built"
+FOLDER = Path(__file__).parent
+BUILT = FOLDER / "built"
 FLAGS = ("-O3", "-fPIC", "-shared", "-pthread", "-fopenmp-simd")
 COMPILE_SECONDS = 120
 TEMPORARY = ".building-"
@@ -44,9 +44,20 @@ class Variant(NamedTuple):
     flags: tuple[str, ...]
     machines: tuple[str, ...] = ()  # as `uname -m` says it; () for all
     features: frozenset[str] = frozenset()  # as /proc/cpuinfo says it
+    source: str = "source/network.c"
+    precision: str = "float32"
 
 
-VARIANTS = (  # the best first
+VARIANTS = (  # of each precision the best first
+    Variant(
+        "amx",
+        ("-mamx-tile", "-mamx-bf16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma",
+         "-mtune=sapphirerapids", "-mprefer-vector-width=512"),
+        X86,
+        frozenset({"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "fma"}),
+        "amx/amx.c",
+        "bfloat16",
+    ),
     Variant(
         "avx512",
         ("-DVL=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mtune=skylake-avx512",
@@ -66,23 +77,33 @@ class Library(NamedTuple):
 
 
 @cache
-def load() -> Library | None:
-    """Return the best variant that this machine can run, or None where it is not built and cannot be compiled."""
-    if os.environ.get("RLCB_NO_KERNELS"):
-        return None
-    for variant in _wanted():
+def load(precision: str = "float32") -> Library | None:
+    """Return the best variant for a precision that this machine can run, or None if it is neither built nor compiled.
+
+    A variant that RLCB_KERNELS names is the only one, so there is then none for the other precision.
+    """
+    for variant in wanted(precision):
         code = _built(variant) or _compiled_here(variant)
         if code is not None:
             return Library(variant, code)
     return None
 
 
-def _wanted() -> list[Variant]:
+def wanted(precision: str) -> list[Variant]:
     """Return the variants to try: the one that RLCB_KERNELS names, or all that can run here, the best first."""
+    if os.environ.get("RLCB_NO_KERNELS"):
+        return []
+    only = named()
+    found = [only] if only else [variant for variant in VARIANTS if can_run(variant)]
+    return [variant for variant in found if variant.precision == precision]
+
+
+def named() -> Variant | None:
+    """Return the variant that RLCB_KERNELS names."""
     possible = [variant for variant in VARIANTS if can_run(variant)]
     name = os.environ.get("RLCB_KERNELS")
     if not name:
-        return possible
+        return None
     found = next((variant for variant in VARIANTS if variant.name == name), None)
     here = ", ".join(variant.name for variant in possible)
     if found is None:
@@ -91,7 +112,7 @@ def _wanted() -> list[Variant]:
     if found not in possible:
         missing = ", ".join(sorted(found.features - cpu_features())) or f"an {found.machines[0]} CPU"
         raise UserError(f"RLCB_KERNELS = {name} needs {missing}, which this CPU lacks; it can run {here}.")
-    return [found]
+    return found
 
 
 def can_run(variant: Variant) -> bool:
@@ -121,7 +142,7 @@ def _features_of_macos() -> frozenset[str]:
 
 def file_name(variant: Variant) -> str:
     """Return the name of a variant's library, which changes with the sources and the flags."""
-    text = b"".join(file.read_bytes() for file in sorted(SOURCE.iterdir()) if file.suffix in (".c", ".h"))
+    text = b"".join(file.read_bytes() for file in sorted(FOLDER.glob("*/*.[ch]")))
     key = hashlib.sha256(text + " ".join(_flags(variant)).encode()).hexdigest()[:16]
     return f"network-{variant.name}-{key}.so"
 
@@ -188,7 +209,7 @@ def _from_cache(command: str, variant: Variant) -> ctypes.CDLL:
 def compile_to(folder: Path, variant: Variant, command: str) -> Path:
     """Compile a variant into a folder and return the file, with its own hash at the end."""
     built = folder / file_name(variant)
-    words = [command, *_flags(variant), str(SOURCE / "network.c"), "-o", str(built), "-lm"]
+    words = [command, *_flags(variant), str(FOLDER / variant.source), "-o", str(built), "-lm"]
     own_files = os.environ | {"TMPDIR": str(folder)}  # so the compiler's temporary files are removed with the folder
     subprocess.run(words, check=True, capture_output=True, timeout=COMPILE_SECONDS, env=own_files)
     _seal(built)

@@ -88,7 +88,7 @@ def compiled() -> ctypes.CDLL:
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    loaded = build.load()
+    loaded = build.load("float32") or build.load("bfloat16")  # they are the same in both
     if loaded is None:
         return None
     library, pointer, number = loaded.code, ctypes.c_void_p, ctypes.c_long

@@ -72,8 +72,8 @@ class _Trunk(ctypes.Structure):
         ("observations", ctypes.c_void_p),
         ("row_inputs", ctypes.c_void_p),
         ("row_slopes", ctypes.c_void_p),
-        ("features", ctypes.c_long),
-        ("width", ctypes.c_long),
+        ("input_bytes", ctypes.c_long),
+        ("slope_bytes", ctypes.c_long),
         ("seconds", ctypes.c_void_p),
     )
 
@@ -92,7 +92,7 @@ class MinibatchInC:
         gradient of the hidden layer's weights.
         """
         assert observations.is_contiguous()
-        places = (*heads.pointers(rows), rows.inputs.shape[1], rows.slopes.shape[1]) if rows else (None, None, 0, 0)
+        places = (*heads.pointers(rows), *(part[0].nbytes for part in rows)) if rows else (None, None, 0, 0)
         self.seconds = trunk.seconds
         self._network, self._kept = trunk, (observations, rows, targets)  # the code in C has their addresses only
         self._minibatch = _Minibatch(of_heads, objective, *heads.pointers(targets))

@@ -1,15 +1,17 @@
-"""The trunks of the IMPALA-CNN and the Nature-CNN in C, in float32: source/ behind torch's autograd.
+"""The trunks of the IMPALA-CNN and the Nature-CNN in C, in float32 or bfloat16 (build.py), behind torch's autograd.
 
 A trunk keeps the activations of a pass in one buffer, so the backward pass must come before the next forward pass.
 Gradients are added to the parameters' `.grad`, where the optimiser reads them, instead of being returned to autograd; a
 training pass in one call (minibatch_pass.py) adds them to the vectors that it is given.
 The gradient of the hidden layer's weights, which are most of the parameters, can be computed later: see `HiddenRows`.
-As many threads as torch has share the samples of a pass; their number changes no bit.
+In float32 as many threads as torch has share the samples of a pass; their number changes no bit. In bfloat16 there is
+always one, and weights and gradients are float32.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +26,11 @@ from rl_cluster_benchmark.kernels import build
 
 LANES = 32  # columns that are computed together
 NO_MEMORY = "no memory for the activations of a pass; a smaller hardware.micro_batch needs less"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the hidden layer's rows
 # The comparison with torch. Rounding may switch a unit that is next to zero, or choose another pixel of a window, with
-# a visible effect on the gradients of a small network; of three batches at least one is free of that.
-CHECKED = (5, 6, 37)  # samples: gradients are summed over blocks of 32, and chunks of 2 leave a rest
-ERROR, ERROR_OF_DECISIONS = 1e-4, 0.1  # relative
+# a visible effect on the gradients of a small network; in float32 at least one of three batches is free of that.
+CHECKED = (5, 6, 37)  # samples: gradients are summed over blocks of 32, and chunks of 2 or 16 leave a rest
+ROWS = 32  # of the hidden layer are read together: after the last come zeros up to a multiple
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,19 @@ class Source:
 
     check_side: int  # height and width of the small network's images
     check_channels: tuple[int, ...]
-    check_shapes: tuple[tuple[int, ...], ...]  # shapes of its weights
+    shapes: Callable[[int, Sequence[int], int], list[tuple[int, ...]]]  # side, channels, hidden size -> of its weights
     in_torch: Callable[[Sequence[Tensor], Tensor], Tensor]
+
+
+class Tolerance(NamedTuple):
+    """Relative errors of a precision against torch in float32."""
+
+    features: float
+    gradients: float  # of the best of the three batches
+    decisions: float  # gradients of the others
+
+
+TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 0.1), "bfloat16": Tolerance(0.01, 0.25, 0.4)}
 
 
 class HiddenRows(NamedTuple):
@@ -53,11 +67,14 @@ class HiddenRows(NamedTuple):
 class NativeTrunk:
     """Computes a trunk in C from torch parameters; `stale` says that these have changed since they were packed."""
 
-    def __init__(self, library: ctypes.CDLL, network: int, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+    def __init__(
+        self, library: build.Library, network: int, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> None:
         self._network = ctypes.c_void_p(network)
         self._c_pack, self._c_forward, self._c_backward, self._c_train, self._c_products, self._c_destroy = (
-            library[f"network_{name}"] for name in ("pack", "forward", "backward", "train", "products", "destroy")
+            library.code[f"network_{name}"] for name in ("pack", "forward", "backward", "train", "products", "destroy")
         )
+        self.precision = library.variant.precision
         self._weights, self._biases = weights, biases
         self._width = len(biases[-1])
         self._passes = self._hidden_at = 0
@@ -128,7 +145,7 @@ class NativeTrunk:
     def multiply(self, rows: HiddenRows, num_samples: int, columns: range, out: Tensor) -> None:
         """Write some columns of the gradient of the hidden layer's weights, from the rows of all samples, to `out`.
 
-        The columns begin and end at multiples of LANES.
+        The columns begin and end at multiples of LANES. After `num_samples` rows come zeros up to a multiple of ROWS.
         """
         if not self._c_products(
             self._network, torch.get_num_threads(), *map(_pointer, rows), num_samples, columns.start, columns.stop,
@@ -167,25 +184,29 @@ class _Run(torch.autograd.Function):
 
 
 def make_trunk(
-    architecture: str, image_shape: Sequence[int], channels: Sequence[int], parameters: Sequence[Tensor]
+    architecture: str,
+    image_shape: Sequence[int],
+    channels: Sequence[int],
+    parameters: Sequence[Tensor],
+    precision: str = "float32",
 ) -> NativeTrunk | None:
     """Return a trunk in C for these weights and biases (in turn), or None where CPU, compiler or shape rule it out."""
-    if not available(architecture):
+    if not available(architecture, precision):
         return None
-    library = build.load()
+    library = build.load(precision)
     assert library is not None
-    return make(library.code, architecture, image_shape, channels, parameters)
+    return make(library, architecture, image_shape, channels, parameters)
 
 
 @cache
-def available(architecture: str) -> bool:
+def available(architecture: str, precision: str = "float32") -> bool:
     """Return whether there is C code for this machine that computes what torch does."""
-    library = build.load()
-    return library is not None and agrees_with_torch(library.code, architecture)
+    library = build.load(precision)
+    return library is not None and agrees_with_torch(library, architecture)
 
 
 def make(
-    library: ctypes.CDLL,
+    library: build.Library,
     architecture: str,
     image_shape: Sequence[int],
     channels: Sequence[int],
@@ -197,30 +218,40 @@ def make(
     if image_channels != 3 or not in_order:
         return None
     sizes = (ctypes.c_int * len(channels))(*channels)
-    create = library[f"{architecture}_create"]
+    create = library.code[f"{architecture}_create"]
     create.restype = ctypes.c_void_p
     network = create(height, width, len(channels), sizes, len(biases[-1]))
     return NativeTrunk(library, network, weights, biases) if network else None
 
 
-def agrees_with_torch(library: ctypes.CDLL, architecture: str) -> bool:
-    """Return whether the C code computes features and gradients as torch does, on a small random network.
-
-    Its weights have both signs, so that a value read from a wrong place makes a large error.
-    """
+def agrees_with_torch(library: build.Library, architecture: str) -> bool:
+    """Return whether the C code computes features and gradients as torch does, on a small random network."""
     source, generator = SOURCES[architecture], torch.Generator().manual_seed(0)
-    parameters = []
-    for shape in source.check_shapes:
-        weight = torch.randn(shape, generator=generator) * math.sqrt(1 / math.prod(shape[1:]))
-        bias = torch.rand(shape[0], generator=generator) * 2
-        parameters += [weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight, bias]
-    parameters = [parameter.requires_grad_() for parameter in parameters]
+    parameters = random_parameters(source.shapes(source.check_side, source.check_channels, 32), generator)
     image_shape = (source.check_side, source.check_side, 3)
     trunk = make(library, architecture, image_shape, source.check_channels, parameters)
     if trunk is None:
         return False
-    errors = [_errors(trunk, parameters, source, count, generator) for count in CHECKED]
-    return all(min(error) < ERROR and max(error) < ERROR_OF_DECISIONS for error in zip(*errors, strict=True))
+    features, *gradients = zip(
+        *(_errors(trunk, parameters, source, count, generator) for count in CHECKED), strict=True
+    )
+    allowed = TOLERANCES[trunk.precision]
+    return max(features) < allowed.features and all(
+        min(errors) < allowed.gradients and max(errors) < allowed.decisions for errors in gradients
+    )
+
+
+def random_parameters(shapes: Sequence[tuple[int, ...]], generator: torch.Generator) -> list[Tensor]:
+    """Return weights of these shapes and biases, in turn.
+
+    The weights have both signs, so that a value read from a wrong place makes a large error.
+    """
+    parameters = []
+    for shape in shapes:
+        weight = torch.randn(shape, generator=generator) * math.sqrt(1 / math.prod(shape[1:]))
+        bias = torch.rand(shape[0], generator=generator) * 2
+        parameters += [weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight, bias]
+    return [parameter.requires_grad_() for parameter in parameters]
 
 
 def _errors(
@@ -239,7 +270,8 @@ def _errors(
         out, back = trunk.pass_through(observations)
         back(grad)
         gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-        trunk.rows = HiddenRows(*(torch.zeros(count, n) for n in reversed(trunk.hidden_weights.shape)))
+        shapes = [(padded(count), n) for n in reversed(trunk.hidden_weights.shape)]
+        trunk.rows = HiddenRows(*(torch.zeros(shape, dtype=DTYPES[trunk.precision]) for shape in shapes))
         _, back = trunk.pass_through(observations)
         back(grad)
         product = torch.full_like(trunk.hidden_weights, math.nan)
@@ -271,6 +303,19 @@ def _gradients_in_one_call(
     return gradients
 
 
+def padded(num_samples: int) -> int:
+    return -(-num_samples // ROWS) * ROWS
+
+
+def impala_shapes(side: int, channels: Sequence[int], hidden_size: int) -> list[tuple[int, ...]]:
+    convs = [(o, c, 3, 3) for i, o in itertools.pairwise((3, *channels)) for c in (i, o, o, o, o)]
+    return [*convs, (hidden_size, (side >> len(channels)) ** 2 * channels[-1])]
+
+
+def nature_shapes(_side: int, _channels: Sequence[int], hidden_size: int) -> list[tuple[int, ...]]:
+    return [(32, 3, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (hidden_size, 4 * 4 * 64)]
+
+
 def impala_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tensor:
     """Return the features of the IMPALA-CNN with these weights and biases, computed by torch in their precision."""
     x = observations.permute(0, 3, 1, 2).to(parameters[0].dtype) / 255
@@ -292,21 +337,9 @@ def nature_in_torch(parameters: Sequence[Tensor], observations: Tensor) -> Tenso
 
 
 SOURCES = {
-    "impala": Source(
-        check_side=32,
-        check_channels=(16, 32),
-        check_shapes=(
-            (16, 3, 3, 3), *[(16, 16, 3, 3)] * 4, (32, 16, 3, 3), *[(32, 32, 3, 3)] * 4, (32, 8 * 8 * 32),
-        ),
-        in_torch=impala_in_torch,
-    ),
-    "nature": Source(
-        check_side=64,
-        check_channels=(32, 64, 64),
-        check_shapes=((32, 3, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (32, 4 * 4 * 64)),
-        in_torch=nature_in_torch,
-    ),
-}  # fmt: skip
+    "impala": Source(check_side=32, check_channels=(16, 32), shapes=impala_shapes, in_torch=impala_in_torch),
+    "nature": Source(check_side=64, check_channels=(32, 64, 64), shapes=nature_shapes, in_torch=nature_in_torch),
+}
 
 
 def _error(ours: Tensor | None, theirs: Tensor) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_cluster_benchmark.config.config_files import with_changes, with_workers
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.kernels import build
 from rl_cluster_benchmark.machine import detection
 from rl_cluster_benchmark.machine.detection import Machine
 from rl_cluster_benchmark.machine.process import dtype
@@ -158,18 +159,29 @@ def on_one_of_them(config: Config, num_workers: int, num_learners: int) -> tuple
 
 
 def compiled(config: Config, plan: Plan) -> Plan:
-    """Compile the C code, once for all workers, and return the plan, with torch as engine if that did not succeed."""
-    from rl_cluster_benchmark.kernels import build, native_network
+    """Compile the C code, once for all workers, and return the plan with the variant that computes the network.
 
-    library = build.load()
-    architecture = "impala" if config.model.architecture == "auto" else config.model.architecture
+    That is the fastest one; torch is the engine if there is none.
+    """
+    from rl_cluster_benchmark.kernels import comparison, heads
+
+    heads.available()
+    precisions = _precisions_in_c(config.hardware.precision, plan.num_threads)
     if plan.engine == "torch":
+        if (variant := build.named()) and not precisions and _suits_c(config):
+            threads = " and one thread per process (--num-threads 1)" if variant.precision == "bfloat16" else ""
+            needs = f"hardware.precision {variant.precision} or auto{threads}"
+            raise UserError(f"RLCB_KERNELS = {variant.name} needs {needs}; hardware.engine=torch does without.")
         return plan
-    if library is not None and native_network.available(architecture):
-        return dataclasses.replace(plan, variant=library.variant.name)
+    model = config.model
+    architecture = "impala" if model.architecture == "auto" else model.architecture
+    found = comparison.choose(architecture, tuple(model.channels), model.hidden_size, tuple(precisions))
+    if found is not None:
+        reason = found.reason or plan.precision_reason
+        return dataclasses.replace(plan, variant=found.variant, precision=found.precision, precision_reason=reason)
     if config.hardware.engine == "native":
         raise UserError("hardware.engine = native needs a C compiler, or a wheel with compiled code; see rlcb doctor.")
-    precision, reason = _precision(config, plan.machine, "torch")
+    precision, reason = _precision(config, plan.machine, [])
     return dataclasses.replace(plan, engine="torch", precision=precision, precision_reason=reason)
 
 
@@ -178,8 +190,9 @@ def plan(config: Config) -> Plan:
     machine = detection.detect()
     num_workers = _num_workers(config, machine)
     threads = config.hardware.num_threads or (machine.usable_cores if config.is_sequential else 1)
-    engine = _engine(config)
-    precision, reason = _precision(config, machine, engine)
+    in_c = _precisions_in_c(config.hardware.precision, threads)
+    engine = _engine(config, in_c)
+    precision, reason = _precision(config, machine, in_c if engine == "native" else [])
     num_learners = 0
     machines = config.num_machines
     if config.traits.has_actors:
@@ -214,25 +227,47 @@ def _num_workers(config: Config, machine: Machine) -> int:
     return config.parallel.num_workers or most
 
 
-def _precision(config: Config, machine: Machine, engine: str) -> tuple[str, str]:
-    """Return the precision to use and the reason for it."""
+def _precision(config: Config, machine: Machine, in_c: Sequence[str]) -> tuple[str, str]:
+    """Return the precision to use and the reason for it, with C code in these precisions, or else torch."""
     if not config.env.has_images:
         return "float32", "small vectors"
     if config.hardware.precision != "auto":
         return config.hardware.precision, "set"
     if config.hardware.device != "cpu":
         return "float32", "auto is float32 on cuda"
-    if engine == "native":
-        return "float32", "the network in C computes in it"
+    if in_c:
+        return in_c[0], "the network in C computes in it"
     if machine.fast_bfloat16:
         return "bfloat16", f"the CPU has {machine.fast_bfloat16}"
     return "float32", "no AMX or AVX512-BF16"
 
 
-def _engine(config: Config) -> str:
+def _precisions_in_c(asked: str, threads: int) -> list[str]:
+    """Return the precisions in which C code may compute: float32, and bfloat16 in one thread on CPUs with AMX."""
+    named = build.named()
+    is_possible = {
+        "float32": named is None or named.precision == "float32",
+        "bfloat16": threads == 1 and bool(build.wanted("bfloat16")),
+    }
+    return [precision for precision in is_possible if is_possible[precision] and asked in ("auto", precision)]
+
+
+def _engine(config: Config, in_c: Sequence[str]) -> str:
     """Return what is to compute the network: native or torch. Whether native works is known only after compilation."""
-    suits = {
-        "hardware.precision float32 or auto": config.hardware.precision != "bfloat16",
+    needs = {"hardware.precision float32 or auto, or AMX and one thread per process": bool(in_c), **_needs_of_c(config)}
+    if config.hardware.engine == "native" and not all(needs.values()):
+        missing = next(need for need, is_met in needs.items() if not is_met)
+        raise UserError(f"hardware.engine = native needs {missing}; use auto or torch.")
+    return "native" if config.hardware.engine != "torch" and all(needs.values()) else "torch"
+
+
+def _suits_c(config: Config) -> bool:
+    return config.hardware.engine != "torch" and all(_needs_of_c(config).values())
+
+
+def _needs_of_c(config: Config) -> dict[str, bool]:
+    """Return what the C code needs whatever its precision, and whether the config has it."""
+    return {
         "hardware.device cpu": config.hardware.device == "cpu",
         "hardware.memory_format channels_last": config.hardware.memory_format == "channels_last",
         "the IMPALA-CNN or the Nature-CNN": config.env.has_images and config.model.architecture != "mlp",
@@ -243,10 +278,6 @@ def _engine(config: Config) -> str:
         ),
         "model.hidden_size in multiples of 32": config.model.hidden_size % 32 == 0,
     }
-    if config.hardware.engine == "native" and not all(suits.values()):
-        missing = next(need for need, is_met in suits.items() if not is_met)
-        raise UserError(f"hardware.engine = native needs {missing}; use auto or torch.")
-    return "native" if config.hardware.engine != "torch" and all(suits.values()) else "torch"
 
 
 def _balance(config: Config, num_workers: int) -> float:
@@ -288,4 +319,4 @@ def acting(config: Config, plan: Plan) -> tuple[torch.dtype, str]:
     """Return the precision and the engine of IMPALA's actors outside sequential mode."""
     asked = config.impala.inference_precision
     precision = plan.precision if asked == "same" or not config.env.has_images else asked
-    return dtype(precision), plan.engine if precision == plan.precision else "torch"
+    return dtype(precision), plan.engine if _precisions_in_c(precision, plan.num_threads) else "torch"

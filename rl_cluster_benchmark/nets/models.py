@@ -218,7 +218,8 @@ def make_model(
     model = model.to(hardware.device).to(memory_format=memory_format)  # type: ignore[call-overload]
     if engine == "native" and isinstance(trunk, ImpalaCNN | NatureCNN):
         channels = config.channels if architecture == "impala" else [conv[0] for conv in NATURE_CONVS]
-        model.native_trunk = make_trunk(architecture, observation_shape, channels, list(trunk.parameters()))
+        in_c = "bfloat16" if precision == torch.bfloat16 else "float32"
+        model.native_trunk = make_trunk(architecture, observation_shape, channels, list(trunk.parameters()), in_c)
     return model
 
 

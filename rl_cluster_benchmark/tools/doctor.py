@@ -107,17 +107,19 @@ def _kernels() -> Finding:
     try:
         from rl_cluster_benchmark.kernels import build, native_network
 
-        library = build.load()
+        libraries = [library for precision in native_network.DTYPES if (library := build.load(precision)) is not None]
     except ImportError:
         return Finding("C kernels", WARNING, "need torch")
     except UserError as error:
         return Finding("C kernels", PROBLEM, str(error))
-    if library is not None:
-        wrong = [name for name in native_network.SOURCES if not native_network.available(name)]
-        if not wrong:
-            return Finding("C kernels", OK, f"{library.variant.name}: checked against torch")
-        found = f"{library.variant.name}: differs from torch for {', '.join(wrong)}, which torch will compute"
-        return Finding("C kernels", PROBLEM, found, "set CC to another compiler")
+    for name, precision in ((library.variant.name, library.variant.precision) for library in libraries):
+        wrong = [each for each in native_network.SOURCES if not native_network.available(each, precision)]
+        if wrong:
+            found = f"{name}: differs from torch for {', '.join(wrong)}, which is computed without it"
+            return Finding("C kernels", PROBLEM, found, "set CC to another compiler")
+    if libraries:
+        names = " and ".join(library.variant.name for library in libraries)
+        return Finding("C kernels", OK, f"{names}: checked against torch")
     return Finding("C kernels", WARNING, "not used: training is slower", "install a C compiler (apt-get install gcc)")
 
 

@@ -24,6 +24,7 @@ from rl_cluster_benchmark.execution.actor_learner.leading_learner import group_s
 from rl_cluster_benchmark.experience.rollout import Collector, Rollout
 from rl_cluster_benchmark.learning.learner import Alone
 from rl_cluster_benchmark.machine import detection, planning, process
+from rl_cluster_benchmark.machine.planning import Plan
 from rl_cluster_benchmark.nets.models import make_model
 from rl_cluster_benchmark.processes.pool import WorkerPool
 
@@ -89,19 +90,20 @@ def measure(
         actors: given or -(-config.env.num_envs // (actors * machines)) for actors in _candidates(cores)
     }
     places = planning.places(config.parallel.pin, cores, 1, detection.detect())
-    args = (config, sorted(set(sizes.values())), cores, unrolls, seconds)
+    plan, in_order = planning.compiled(config, planning.plan(config)), sorted(set(sizes.values()))
+    args = (config, plan, in_order, cores, unrolls, seconds)
     with WorkerPool(_measure, cores, args, places) as pool:
         found = [costs for _, costs in pool.messages(look)]
     learn, *act = (median(costs) for costs in zip(*found, strict=True))
-    by_size = dict(zip(args[1], act, strict=True))
+    by_size = dict(zip(in_order, act, strict=True))
     return Costs(lambda actors: by_size[sizes[actors]], learn)
 
 
 def _measure(
-    rank: int, connection: Connection, config: Config, sizes: Sequence[int], cores: int, unrolls: int, seconds: float
-) -> None:
+    rank: int, connection: Connection, config: Config, plan: Plan, sizes: Sequence[int], cores: int, unrolls: int,
+    seconds: float,
+) -> None:  # fmt: skip
     """Measure in a process of its own: environments as they are, the network for each number of them."""
-    plan = planning.plan(config)
     process.prepare_process(1)
     num_envs = sizes[len(sizes) // 2]
     env = make_env(config.env, range(num_envs), num_threads=1)

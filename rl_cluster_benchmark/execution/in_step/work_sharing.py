@@ -75,7 +75,7 @@ class SharedWork:
             self.help = SharedHelp(len(shards), num_envs, width=task.hidden_shape[0])
             whole = n_steps * num_envs
             largest = min(config.batch_size, whole) if config.traits.has_minibatches else whole
-            self.hidden = hidden_gradient.allocate(task.hidden_shape, largest)
+            self.hidden = hidden_gradient.allocate(task.hidden_shape, largest, plan.precision)
 
     def hidden_gradient(self, rank: int) -> HiddenGradient | None:
         """Return that worker's part in making the hidden layer's gradient, if it is made once for a minibatch."""

@@ -186,8 +186,8 @@ typedef struct {
     Train *train;
     int threads;
     const uint8_t *observations;
-    float *row_inputs, *row_slopes; /* rows of the hidden layer, one for each sample of the minibatch, or NULL */
-    long features, width;           /* lengths of these rows */
+    char *row_inputs, *row_slopes;  /* rows of the hidden layer, one for each sample of the minibatch, or NULL */
+    long input_bytes, slope_bytes;  /* of such a row */
     double *seconds;
 } Trunk;
 
@@ -202,8 +202,8 @@ long minibatch_add(const Minibatch *minibatch, const Trunk *trunk, const int64_t
     if (!features) return -1;
     const Samples samples = {minibatch, rows, features + count * width};
     const int done = trunk->train(trunk->network, trunk->observations, rows, (int)count, trunk->threads, heads_pass, &samples,
-                                  to->trunk, features, trunk->row_inputs ? trunk->row_inputs + place * trunk->features : NULL,
-                                  trunk->row_slopes ? trunk->row_slopes + place * trunk->width : NULL, trunk->seconds);
+                                  to->trunk, features, trunk->row_inputs ? trunk->row_inputs + place * trunk->input_bytes : NULL,
+                                  trunk->row_slopes ? trunk->row_slopes + place * trunk->slope_bytes : NULL, trunk->seconds);
     if (done) heads_add(&samples, count, features, to);
     free(features);
     return done ? count : -1;

@@ -199,7 +199,7 @@ static int make_works(Network *net, int threads) {
 /* ---- What Python calls ----------------------------------------------------------------------------------------------------- */
 
 /* Make a pass in at most this many threads; return 0 if there is no memory. */
-static int make_pass(Pass *pass, int threads, float *row_slopes) {
+static int make_pass(Pass *pass, int threads, void *row_slopes) {
     Network *net = pass->net;
     const Dense *hidden = &net->hidden;
     const int unit = pass->is_backward ? BLOCK : CHUNK;
@@ -232,7 +232,7 @@ int network_forward(Network *net, const uint8_t *observations, const int64_t *ro
 /* Add the gradients of the batch that was last saved; `out` is what `network_forward` wrote. With row_inputs, the gradient of
  * the hidden layer's weights is left out: `network_products` computes it later from the rows of many passes. */
 int network_backward(Network *net, const uint8_t *observations, const int64_t *rows, int batch, int threads, const float *out,
-                     const float *grad_out, const Gradient *gradients, float *row_inputs, float *row_slopes) {
+                     const float *grad_out, const Gradient *gradients, void *row_inputs, void *row_slopes) {
     const long size = (long)batch * net->hidden.width;
     if (!reserve(&net->slopes, size)) return 0;
     memcpy(net->slopes.first, grad_out, sizeof(float) * size);
@@ -246,7 +246,7 @@ int network_backward(Network *net, const uint8_t *observations, const int64_t *r
 /* Forward, losses and backward in one call, CHUNK samples at a time, so that what is saved of them stays in the cache. */
 Train network_train;
 int network_train(void *network, const uint8_t *observations, const int64_t *rows, int batch, int threads, Losses *losses,
-                  const void *context, const Gradient *gradients, float *out, float *row_inputs, float *row_slopes,
+                  const void *context, const Gradient *gradients, float *out, void *row_inputs, void *row_slopes,
                   double seconds[3]) {
     Network *net = network;
     if (!reserve(&net->slopes, (long)batch * net->hidden.width)) return 0;
@@ -261,7 +261,7 @@ int network_train(void *network, const uint8_t *observations, const int64_t *row
 
 /* Write columns `first` to `last`, multiples of FEATURES, of the gradient of the hidden layer's weights, from rows that passes
  * have written. Returns 0 if there is no memory. */
-int network_products(Network *net, int threads, float *inputs, float *slopes, int samples, int first, int last, float *weights) {
+int network_products(Network *net, int threads, void *inputs, void *slopes, int samples, int first, int last, float *weights) {
     const long features = net->hidden.features;
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     if (!make_works(net, threads)) return 0;

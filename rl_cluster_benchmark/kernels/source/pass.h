@@ -1,4 +1,4 @@
-/* The interface between a network (network.h) and the heads and losses (heads.c). */
+/* The interface between a network (network.h) and the heads and losses (heads.h). */
 #include <stdint.h>
 
 typedef struct {
@@ -14,5 +14,5 @@ typedef void Losses(const void *context, long first, long count, const float *fe
  * written there and to row_slopes. Adds the seconds of the forward pass, the losses and the backward pass to `seconds`.
  * Returns 0 if there is no memory. */
 typedef int Train(void *network, const uint8_t *observations, const int64_t *rows, int batch, int threads, Losses *losses,
-                  const void *context, const Gradient *gradients, float *out, float *row_inputs, float *row_slopes,
+                  const void *context, const Gradient *gradients, float *out, void *row_inputs, void *row_slopes,
                   double seconds[3]);

@@ -16,6 +16,7 @@ from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.config.traits import TRAITS, is_parallel, is_sequential
 from rl_cluster_benchmark.core.errors import UserError
+from rl_cluster_benchmark.kernels import build
 from rl_cluster_benchmark.machine import planning
 from rl_cluster_benchmark.machine.detection import Machine
 
@@ -162,7 +163,12 @@ class TuningSpace:
         return list(dict.fromkeys([own, *found]))
 
     def _arithmetic(self) -> list[dict[str, Any]]:
-        return [{}, {"hardware.engine": "torch"}]
+        options: list[dict[str, Any]] = [{}, {"hardware.engine": "torch"}]
+        if self.config.hardware.precision == "auto" and build.wanted("bfloat16"):
+            on_one_thread = config_files.with_changes(self.config, {"hardware.num_threads": 1}, source="tuning")
+            chosen = planning.compiled(on_one_thread, planning.plan(on_one_thread)).precision
+            options.append({"hardware.precision": "float32" if chosen == "bfloat16" else "bfloat16"})
+        return options
 
     def _micro_batches(self) -> list[dict[str, Any]]:
         is_small = self.config.env.game is None  # the whole batch in one pass

@@ -135,7 +135,7 @@ def test_what_the_network_in_c_makes_of_an_image_does_not_depend_on_the_others(a
     """Else the numbers would depend on who helped whom."""
     torch.manual_seed(0)
     config = ModelConfig(architecture=architecture)
-    model = make_model(config, (64, 64, 3), 15, HardwareConfig(), torch.bfloat16, "native")
+    model = make_model(config, (64, 64, 3), 15, HardwareConfig(), torch.float32, "native")
     observations = torch.randint(0, 256, (19, 64, 64, 3), dtype=torch.uint8)
     with torch.inference_mode():
         together = model.features(observations)
@@ -149,9 +149,9 @@ def test_with_shared_work_and_the_network_in_c_workers_do_help(monkeypatch):
     """Of two whose rollouts are the same as without help, one is slow."""
     config = Config.model_validate(
         {"env": {"name": "coinrun", "num_envs": 4}, "training": {"n_steps": 12}, "parallel": {"num_workers": 2}}
-        | {"mode": "parallel", "hardware": {"precision": "bfloat16"}}
+        | {"mode": "parallel", "hardware": {"precision": "float32"}}
     )
-    plan = replace(planning.plan(config), num_workers=2, engine="native", precision="bfloat16", balance=0.5)
+    plan = replace(planning.plan(config), num_workers=2, engine="native", precision="float32", balance=0.5)
     task, shards = Task.of(config), deal(4, 2)
     work = SharedWork(task, shards, config, plan)
     memory = SharedMemoryReducer.allocate(2, task.num_parameters + 64, 256, 24)

@@ -32,8 +32,9 @@ class SharedWithNobody:
 
     rank, owners, env_ids, fraction = 0, [0], [0], 0.5
 
-    def __init__(self, hidden_shape):
-        self.hidden = HiddenGradient(hidden_gradient.allocate(hidden_shape, SAMPLES), 0, 1)
+    def __init__(self, trunk):
+        hidden_shape = tuple(trunk.hidden_weights.shape)
+        self.hidden = HiddenGradient(hidden_gradient.allocate(hidden_shape, SAMPLES, trunk.precision), 0, 1)
         self.pieces = Claims()
         self.pipe = self.pieces.reading
 
@@ -53,12 +54,12 @@ class SharedWithNobody:
         return iter(self.pieces.take, None)
 
 
-def make(architecture, *, shared=False):
+def make(architecture, precision=torch.float32, *, shared=False):
     torch.manual_seed(0)
     config = ModelConfig(architecture=architecture)
-    model = make_model(config, (64, 64, 3), 15, HardwareConfig(), torch.float32, "native")
+    model = make_model(config, (64, 64, 3), 15, HardwareConfig(), precision, "native")
     torch.nn.init.normal_(model.policy_head.weight, std=0.2)
-    sharing = SharedWithNobody(tuple(model.native_trunk.hidden_weights.shape)) if shared else None
+    sharing = SharedWithNobody(model.native_trunk) if shared else None
     return PPO(Config(), model, env_ids=[0], micro_batch=32, reduce=Alone(), sharing=sharing)
 
 
@@ -83,29 +84,35 @@ def some_rows(count):
     return np.random.default_rng(2).permutation(SAMPLES)[:count]
 
 
+def is_same(ours, theirs, precision):
+    """Return whether these are equal; in bfloat16 how many samples a pass has changes the order of sums."""
+    is_close = precision == torch.bfloat16 and (ours - theirs).norm() < 1e-6 * theirs.norm()
+    return is_close or torch.equal(ours, theirs)
+
+
 @both
 @pytest.mark.parametrize(("count", "micro_batch"), [(0, 32), (1, 32), (17, 32), (70, 32), (99, 100)])
-def test_is_the_same_as_pass_by_pass(architecture, count, micro_batch):
-    ppo = make(architecture)
+def test_is_the_same_as_pass_by_pass(architecture, precision, count, micro_batch):
+    ppo = make(architecture, precision)
     learner, found = ppo.on_policy.learner, []
     for way in (PassByPass, PassesInC):
         learner.grad.fill_(7.0)  # to be cleared
         gradient(way, ppo, experience(), micro_batch).write(some_rows(count), 0)
         found.append(torch.cat([learner.grad, learner.stats]))
     assert found[0].any() == (count > 0)
-    assert torch.equal(*found)
+    assert is_same(*found, precision) if count > micro_batch else torch.equal(*found)
     assert isinstance(ppo.on_policy.gradients.passes(experience(), MOMENTS, ppo.objective), PassesInC), (
         "the way that is taken"
     )
 
 
-def test_many_samples_are_several_calls(monkeypatch):
-    ppo, found = make("nature"), []
+def test_many_samples_are_several_calls(precision, monkeypatch):
+    ppo, found = make("nature", precision), []
     for most in (1024, 32):
         monkeypatch.setattr(minibatch_pass, "MOST_IN_A_CALL", most)
         gradient(PassesInC, ppo, experience()).write(some_rows(110), 0)
         found.append(ppo.on_policy.learner.grad.clone())
-    assert torch.equal(*found)
+    assert is_same(*found, precision)
 
 
 @both
@@ -125,11 +132,11 @@ def test_threads_change_no_bit(architecture, threads):
 
 
 @both
-def test_pieces_of_shared_work_are_the_same(architecture):
+def test_pieces_of_shared_work_are_the_same(architecture, precision):
     bounds, own = (0, 40, 50, 51, 53, 60, 80), some_rows(SAMPLES)[80:]
     found = []
     for way in (PassByPass, PassesInC):
-        ppo = make(architecture, shared=True)
+        ppo = make(architecture, precision, shared=True)
         learner, sharing = ppo.on_policy.learner, ppo.on_policy.sharing
         learner.hidden.begin(SAMPLES)
         summed = gradient(way, ppo, experience())
@@ -142,13 +149,13 @@ def test_pieces_of_shared_work_are_the_same(architecture):
         found.append([learner._own, *(vector.stats._base for vector in learner._vectors[1:]), hidden])
         sharing.pieces.close()
     expected, ours = found
-    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+    assert all(is_same(*pair, precision) for pair in zip(ours, expected, strict=True))
     assert expected[-1].any()
 
 
 def test_a_pass_in_one_call_that_is_wrong_is_noticed():
     """Before the library is used."""
-    library = build.load().code
+    library = build.load()
     assert native_network.agrees_with_torch(library, "impala")
     with pytest.MonkeyPatch.context() as patch:
         original = native_network._gradients_in_one_call
@@ -156,8 +163,8 @@ def test_a_pass_in_one_call_that_is_wrong_is_noticed():
         assert not native_network.agrees_with_torch(library, "impala")
 
 
-def test_not_a_number_is_not_lost():
-    ppo, batch = make("impala"), experience()
+def test_not_a_number_is_not_lost(precision):
+    ppo, batch = make("impala", precision), experience()
     batch.advantages[3] = torch.nan
     ppo.on_policy.gradients.passes(batch, MOMENTS, ppo.objective).write(np.array([3]), 0)
     assert ppo.on_policy.learner.grad.isnan().any()

@@ -28,12 +28,10 @@ def machine(monkeypatch):
     ("flags", "precision"),
     [({"amx_bf16", "avx512_bf16"}, "bfloat16"), ({"avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")],
 )
-def test_precision_follows_the_cpu_where_torch_computes(machine, flags, precision):
+def test_precision_of_torch_follows_the_cpu(machine, flags, precision):
     machine(flags=frozenset(flags))
-    in_torch = Config.model_validate({"hardware": {"engine": "torch"}})
-    assert planning.plan(in_torch).precision == precision
-    assert planning.plan(Config()).precision == "float32", "that of the network in C"
-    set_by_hand = Config.model_validate({"hardware": {"precision": "float32", "engine": "torch"}})
+    assert planning.plan(Config.model_validate({"hardware": {"engine": "torch"}})).precision == precision
+    set_by_hand = Config.model_validate({"hardware": {"precision": "float32"}})
     assert planning.plan(set_by_hand).precision == "float32"
 
 
