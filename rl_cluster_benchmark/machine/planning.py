@@ -163,7 +163,7 @@ def compiled(config: Config, plan: Plan) -> Plan:
 
     That is the fastest one; torch is the engine if there is none.
     """
-    from rl_cluster_benchmark.kernels import comparison, heads
+    from rl_cluster_benchmark.kernels import choice, heads
 
     heads.available()
     precisions = _precisions_in_c(config.hardware.precision, plan.num_threads)
@@ -175,7 +175,7 @@ def compiled(config: Config, plan: Plan) -> Plan:
         return plan
     model = config.model
     architecture = "impala" if model.architecture == "auto" else model.architecture
-    found = comparison.choose(architecture, tuple(model.channels), model.hidden_size, tuple(precisions))
+    found = choice.choose(architecture, tuple(model.channels), model.hidden_size, tuple(precisions))
     if found is not None:
         reason = found.reason or plan.precision_reason
         return dataclasses.replace(plan, variant=found.variant, precision=found.precision, precision_reason=reason)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.commands import ROOT
 
-from rl_cluster_benchmark.kernels import build, comparison, heads, native_network
+from rl_cluster_benchmark.kernels import build, choice, heads, native_network
 
 AMX = next(variant for variant in build.VARIANTS if variant.name == "amx")
 
@@ -37,7 +37,7 @@ def with_amx(emulated_amx: build.Library, monkeypatch: pytest.MonkeyPatch) -> It
         return emulated if precision == "bfloat16" else original(precision)
 
     def forget() -> None:
-        for cached in (original, native_network.available, comparison.choose, heads._load):
+        for cached in (original, native_network.available, choice.choose, heads._load):
             cached.cache_clear()
 
     def have(variant: str = "") -> None:

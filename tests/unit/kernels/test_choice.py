@@ -9,7 +9,7 @@ from helpers.commands import needs_native
 from rl_cluster_benchmark.config import config_files
 from rl_cluster_benchmark.config.schema import Config
 from rl_cluster_benchmark.core.errors import UserError
-from rl_cluster_benchmark.kernels import build, comparison, heads, native_network
+from rl_cluster_benchmark.kernels import build, choice, heads, native_network
 from rl_cluster_benchmark.machine import detection, planning
 from rl_cluster_benchmark.tools.tune.tuning_space import TuningSpace
 
@@ -28,7 +28,7 @@ def machine(with_amx, monkeypatch):
             return {"float32": 1.0, "bfloat16": time}
 
         with_amx(kernels)
-        monkeypatch.setattr(comparison, "seconds_of_passes", seconds)
+        monkeypatch.setattr(choice, "seconds_of_passes", seconds)
         return measured
 
     return have
@@ -149,11 +149,11 @@ def test_tuning_tries_the_other_precision_too(machine, monkeypatch):
 def test_passes_of_both_are_measured(with_amx, architecture, monkeypatch):
     with_amx()
     for name in ("SAMPLES", "FEWEST"):
-        monkeypatch.setattr(comparison, name, 2)
-    monkeypatch.setattr(comparison, "SECONDS", 0.0)
+        monkeypatch.setattr(choice, name, 2)
+    monkeypatch.setattr(choice, "SECONDS", 0.0)
     torch.set_num_threads(2)
     try:
-        found = comparison.choose(architecture, (16, 32, 32), 256, ("float32", "bfloat16"))
+        found = choice.choose(architecture, (16, 32, 32), 256, ("float32", "bfloat16"))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)

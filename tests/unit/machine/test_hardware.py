@@ -37,7 +37,7 @@ def test_precision_of_torch_follows_the_cpu(machine, flags, precision):
 
 def test_without_compiled_code_torch_computes_in_its_fastest_precision(machine, monkeypatch):
     machine(flags=frozenset({"avx512_bf16"}))
-    monkeypatch.setattr(build, "load", lambda: None)
+    monkeypatch.setattr(build, "load", lambda *_: None)
     plan = planning.compiled(Config(), planning.plan(Config()))
     assert (plan.engine, plan.precision) == ("torch", "bfloat16")
     native = Config.model_validate({"hardware": {"engine": "native"}})
