@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the networks in C bring: training passes of one core with both engines, in turns; the shortest count.
 
-python bench/native_network.py [--architecture impala|nature] [--batch 64] [--rounds 100]
+python bench/native_network.py [--architecture impala|nature] [--precision float32|bfloat16] [--batch 64] [--rounds 100]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 import torch
 
 from rl_cluster_benchmark.config.schema import HardwareConfig, ModelConfig
+from rl_cluster_benchmark.kernels.native_network import DTYPES
 from rl_cluster_benchmark.nets.models import ActorCritic, make_model
 
 ENGINES = ("native", "torch")
@@ -31,14 +32,15 @@ def one_pass(model: ActorCritic, observations: torch.Tensor) -> tuple[float, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", choices=("impala", "nature"), default="nature", help="default: nature")
+    parser.add_argument("--precision", choices=tuple(DTYPES), default="float32", help="default: float32")
     parser.add_argument("--batch", type=int, default=64, help="samples of a pass; default: 64")
     parser.add_argument("--rounds", type=int, default=100, help="passes of each engine; default: 100")
     args = parser.parse_args()
     torch.set_num_threads(1)
     config, shape = ModelConfig(architecture=args.architecture), (64, 64, 3)
-    models = {name: make_model(config, shape, 15, HardwareConfig(), torch.bfloat16, name) for name in ENGINES}
+    models = {name: make_model(config, shape, 15, HardwareConfig(), DTYPES[args.precision], name) for name in ENGINES}
     if models["native"].native_trunk is None:
-        raise SystemExit("The native engine needs AMX or AVX512-BF16 and a C compiler; see rlcb doctor.")
+        raise SystemExit("The native engine needs a C compiler, and AMX for bfloat16; see rlcb doctor.")
     observations = torch.randint(0, 256, (args.batch, *shape), dtype=torch.uint8)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ENGINES}
     for _ in range(args.rounds):

@@ -115,7 +115,7 @@ def _kernels() -> Finding:
     for name, precision in ((library.variant.name, library.variant.precision) for library in libraries):
         wrong = [each for each in native_network.SOURCES if not native_network.available(each, precision)]
         if wrong:
-            found = f"{name}: differs from torch for {', '.join(wrong)}, which is computed without it"
+            found = f"{name}: not used, for {', '.join(wrong)} it does not compute what torch does"
             return Finding("C kernels", PROBLEM, found, "set CC to another compiler")
     if libraries:
         names = " and ".join(library.variant.name for library in libraries)

@@ -46,7 +46,7 @@ typedef struct {
 } Left;
 
 typedef enum {
-    FEATURE,     /* bias, ReLU, pixel by pixel */
+    FEATURE,   /* bias, ReLU, pixel by pixel */
     TO_SECOND, /* from framed3's pixels to the gradient at conv 2's output, where that is positive */
     TO_FIRST   /* from framed2's pixels to that at conv 1's output; the columns are the channels of 2 x 2 pixels */
 } Result;

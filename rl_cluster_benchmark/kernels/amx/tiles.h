@@ -63,13 +63,16 @@ INLINE void transpose(__m512i r[16]) {
     }
 }
 
-/* Ask the kernel for permission to use tiles, once in a process. All eight tiles are 16 rows of 64 bytes. */
+/* Ask the system for permission to use tiles, once in a process. All eight tiles are 16 rows of 64 bytes. */
 static int tiles_allowed(void) {
-    const long request_permission = 0x1023, tile_data = 18;
-#ifdef EMULATED_AMX
+#if defined(EMULATED_AMX)
     return 1;
-#endif
+#elif defined(SYS_arch_prctl)
+    const long request_permission = 0x1023, tile_data = 18;
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return 0;
+#endif
 }
 
 static void tiles_begin(void) {
