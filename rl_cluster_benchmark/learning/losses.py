@@ -101,7 +101,7 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class LossInC:
-    """The settings with which heads.c computes a loss: the policy gradient, clipped as in PPO or plain."""
+    """The settings with which heads.h computes a loss: the policy gradient, clipped as in PPO or plain."""
 
     clip_range: float | None = None  # None for the plain policy gradient
     clip_value_loss: bool = False
@@ -109,7 +109,7 @@ class LossInC:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss as a function in torch and, if heads.c can compute it, as settings for that."""
+    """A loss as a function in torch and, if heads.h can compute it, as settings for that."""
 
     losses: Callable[[Pass, Samples], tuple[Losses, Slopes]]
     in_c: LossInC | None = None
