@@ -7,7 +7,11 @@
 #define VL 4
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 32")
+#endif
 #define MOST_SUMS 18 /* vectors that a product keeps in registers */
 
 typedef float vec __attribute__((vector_size(4 * VL), aligned(4), may_alias));
