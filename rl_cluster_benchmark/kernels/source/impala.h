@@ -306,7 +306,7 @@ static const Architecture IMPALA = {impala_make_own, impala_destroy_own, impala_
 
 /* Returns NULL if this code does not compute networks of this shape, or there is no memory. */
 Network *impala_create(int height, int width, int num_stages, const int *channels, int hidden) {
-    if (num_stages < 1 || num_stages > MAX_STAGES || height > 256 || width > 256) return NULL;
+    if (num_stages < 1 || num_stages > MAX_STAGES || height < 8 || width < 8 || height > 256 || width > 256) return NULL;
     for (int s = 0; s < num_stages; s++)
         if (channels[s] < 16 || channels[s] % 16 || channels[s] > 256 || height % (8 << s) || width % (8 << s)) return NULL;
     const long features = (long)(height >> num_stages) * (width >> num_stages) * channels[num_stages - 1];

@@ -68,7 +68,7 @@ typedef struct {
     Losses *losses;
     const void *context;
     const Gradient *gradients;
-    float *saved, *inputs, *out, *slopes; /* of all samples; `saved` and `inputs` may be NULL */
+    float *saved, *inputs, *out, *slopes; /* of all samples; all but `out` may be NULL */
     atomic_int next;                      /* block that nobody has taken */
     int added;                            /* blocks whose gradients have been added */
     float *gradient;                      /* of the hidden layer's weights: columns `first` to `last` */
@@ -123,7 +123,7 @@ static void pass_block(Pass *pass, Work *work, long first, long last, double sec
         const int count = smaller(CHUNK, (int)(last - start));
         float *saved = pass->saved ? pass->saved + start * net->saved_size : work->saved;
         float *inputs = pass->inputs ? pass->inputs + start * hidden->features : work->features;
-        float *out = pass->out + start * hidden->width, *slopes = pass->slopes + start * hidden->width;
+        float *out = pass->out + start * hidden->width, *slopes = pass->slopes ? pass->slopes + start * hidden->width : NULL;
         double times[4] = {now()};
         if (pass->is_forward) {
             net->is->run(net, work->own, pass->from, start, count, saved, inputs);

@@ -6,6 +6,9 @@
 #ifndef VL
 #define VL 4
 #endif
+#ifndef PAGE
+#define PAGE 4096 /* bytes; with less, sanitizers see what is read far beyond the end of memory */
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -30,8 +33,8 @@ INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 /* Return zeroed memory for this many floats, and a little more, or NULL. */
 static float *allocate(long count) {
-    const long size = (4 * count + 4095) / 4096 * 4096 + 4096;
-    void *memory = aligned_alloc(4096, size);
+    const long size = (4 * count + PAGE - 1) / PAGE * PAGE + PAGE;
+    void *memory = aligned_alloc(PAGE, size);
     return memory ? memset(memory, 0, size) : NULL;
 }
 
