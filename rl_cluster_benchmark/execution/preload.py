@@ -7,11 +7,13 @@ its images, and ends the threads that Qt used for that.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
 import os
 
+from rl_cluster_benchmark.core.errors import UserError
 from rl_cluster_benchmark.core.stop import leave_orders_to_parent
 from rl_cluster_benchmark.processes.pool import (
     GAME_VARIABLE,
@@ -36,9 +38,10 @@ def _load() -> None:
     from rl_cluster_benchmark.execution import loop  # noqa: F401
     from rl_cluster_benchmark.kernels import heads, native_network
 
-    heads.available()
-    for architecture, precision in itertools.product(native_network.SOURCES, native_network.DTYPES):
-        native_network.available(architecture, precision)
+    with contextlib.suppress(UserError):  # the parent says so
+        heads.available()
+        for architecture, precision in itertools.product(native_network.SOURCES, native_network.DTYPES):
+            native_network.available(architecture, precision)
     if game := os.environ.get(GAME_VARIABLE):
         load_envpool()
         qt = _qt_core()
