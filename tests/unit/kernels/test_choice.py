@@ -124,12 +124,12 @@ def test_a_variant_that_this_cpu_cannot_run_is_said(monkeypatch):
 def test_tiles_that_the_system_refuses_are_not_used(monkeypatch):
     features = build.cpu_features() | {"amx_tile", "amx_bf16", "avx512_bf16"}
     monkeypatch.setattr(build, "cpu_features", lambda: features)
-    for cached in (native_network.available, comparison.choose):
+    for cached in (native_network.available, choice.choose):
         cached.cache_clear()
     assert build.load("bfloat16").variant.name == "amx"
     assert planned()[1].precision == "float32"
     assert planned(precision="bfloat16")[1].engine == "torch"
-    for cached in (build.load, native_network.available, comparison.choose):
+    for cached in (build.load, native_network.available, choice.choose):
         cached.cache_clear()
 
 
