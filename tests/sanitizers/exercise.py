@@ -1,8 +1,9 @@
 """Every function of the library in C, at the edges of what it is called with, next to the same computation in torch.
 
-Run by test_sanitizers.py with libraries that the compiler's sanitizers watch; prints a line for each part. Arguments
-are the parts to run, and "few" for the smallest sizes only. Whatever the code in C reads or writes lies against a
-page that nobody may touch (guarded.py), once behind and once before it. RLCB_KERNELS names the variant.
+Run by test_sanitizers.py with libraries that the compiler's sanitizers watch; prints a line for each part. RLCB_KERNELS
+names the variant. Arguments are the parts to run, "few" for the smallest sizes only, and "emulated" where the library
+has AMX's tiles in plain C. Whatever the code in C reads or writes lies against a page that nobody may touch
+(guarded.py), once behind and once before it.
 """
 
 from __future__ import annotations
@@ -22,34 +23,56 @@ from rl_cluster_benchmark.kernels import build, heads, minibatch_pass, native_ne
 from rl_cluster_benchmark.kernels.minibatch_pass import MinibatchInC, Vectors
 from rl_cluster_benchmark.processes.claims import Claims
 
-# (height, width, channels, hidden units, batch sizes). A pass takes 4 samples at a time and adds gradients up in blocks
-# of 32, those of the hidden layer of 128; a convolution takes 8 or 16 tiles of 4 x 4 pixels.
-IMPALA = [
-    (64, 64, (16, 32, 32), 64, (1, 5, 33)),
-    (16, 16, (16,), 32, (1, 70)),
-    (32, 16, (48,), 32, (3,)),
-    (8, 64, (16,), 32, (2, 31)),
-    (8, 8, (80,), 96, (1, 129)),
-    (32, 32, (48, 16), 96, (16, 32)),
-    (16, 64, (32, 16), 32, (7,)),
-    (64, 64, (256,), 32, (1,)),
-    (128, 128, (16, 16, 16, 16, 16), 32, (2,)),
-    (8, 256, (16,), 32, (1,)),
-]
-NO_NETWORK = [
-    (0, 64, (16,)), (64, 0, (16,)), (-64, -64, (16,)), (4, 16, (16,)), (12, 16, (16,)), (64, 60, (16,)),
-    (264, 64, (16,)), (64, 64, (16,) * 5), (64, 64, (8,)), (64, 64, (24,)), (64, 64, (0,)), (64, 64, (-16,)),
-    (64, 64, (272,)), (64, 64, ()), (256, 256, (16,) * 9),
-]  # fmt: skip
+# (height, width, channels, hidden units, batch sizes), for each precision of the C code. In float32 a pass takes 2 samples
+# at a time and adds gradients up in blocks of 32, those of the hidden layer of 128; a convolution takes 8 or 16 tiles of
+# 4 x 4 pixels. In bfloat16 a pass takes 4 or 16 samples; strips, blocks and tiles end at 16, 32 and 64 pixels.
+IMPALA = {
+    "float32": [
+        (64, 64, (16, 32, 32), 64, (1, 5, 33)),
+        (16, 16, (16,), 32, (1, 70)),
+        (32, 16, (48,), 32, (3,)),
+        (8, 64, (16,), 32, (2, 31)),
+        (8, 8, (80,), 96, (1, 129)),
+        (32, 32, (48, 16), 96, (16, 32)),
+        (16, 64, (32, 16), 32, (7,)),
+        (64, 64, (256,), 32, (1,)),
+        (128, 128, (16, 16, 16, 16, 16), 32, (2,)),
+        (8, 256, (16,), 32, (1,)),
+    ],
+    "bfloat16": [
+        (64, 64, (16, 32, 32), 64, (1, 5, 17)),
+        (16, 16, (16,), 32, (1, 33)),
+        (32, 16, (48,), 32, (3,)),
+        (4, 64, (16,), 32, (2, 31)),
+        (32, 32, (48, 16), 96, (16, 32)),
+        (16, 64, (32, 16), 32, (7,)),
+        (64, 64, (256,), 32, (1,)),
+        (128, 128, (16, 16, 16, 16), 32, (2,)),
+        (16, 1024, (16,), 32, (1,)),
+    ],
+}
+NO_NETWORK = {
+    "float32": [
+        (0, 64, (16,)), (64, 0, (16,)), (-64, -64, (16,)), (4, 16, (16,)), (12, 16, (16,)), (64, 60, (16,)),
+        (264, 64, (16,)), (64, 64, (16,) * 5), (64, 64, (8,)), (64, 64, (24,)), (64, 64, (0,)), (64, 64, (-16,)),
+        (64, 64, (272,)), (64, 64, ()), (256, 256, (16,) * 9),
+    ],
+    "bfloat16": [
+        (0, 64, (16,)), (2, 16, (16,)), (6, 16, (16,)), (2, 32, (16,)), (2, 64, (16,)), (4, 128, (16, 16)),
+        (64, 64, (16, 32, 32, 32)), (64, 64, (8,)), (64, 64, (272,)), (63, 64, (16,)), (64, 48, (16,)),
+        (256, 256, (16,)), (64, 64, ()), (64, 64, (16,) * 9), (-64, -64, (16,)),
+    ],
+}  # fmt: skip
 NO_HIDDEN = (0, -32, 16, 40)
 NATURE = [(256, (1, 7, 8, 33)), (32, (16, 65))]
 NO_NATURE = [(64, 64, (32, 64)), (64, 64, (32, 64, 32)), (84, 84, (32, 64, 64)), (0, 0, (32, 64, 64))]
 HEADS = [(1, 1), (2, 32), (15, 256), (18, 33), (256, 7)]  # actions, features
-FEW_IMPALA, FEW_NATURE = [(16, 16, (48,), 32, (1, 33)), (32, 32, (16, 32), 32, (3,))], [(32, (9,))]
+FEW_IMPALA, FEW_NATURE = [(16, 16, (48,), 32, (1, 33)), (32, 32, (16, 48), 32, (3,))], [(32, (9,))]
 STATISTICS = 5  # of a sample
 PLACES = ("end", "begin")
 THREADS = 3  # in the end everything is computed again by so many
-FORWARD_ERROR, GRADIENT_ERROR = 1e-5, 0.02  # rounding moves a winner of ReLU or pooling now and then
+# Of features and gradients: rounding moves winners of ReLU and pooling now and then, in bfloat16 more of them.
+ERRORS = {"float32": (1e-5, 0.02), "bfloat16": (0.015, 0.5)}
 
 
 class Samples(ctypes.Structure):
@@ -135,9 +158,14 @@ def passes(
         back(slopes)
         found += [out, *(parameter.grad for parameter in parameters)]
         # The same in one call, the images in a row; but the hidden layer's weights, from rows that are left.
-        left = native_network.HiddenRows(*(guarded.empty((batch, n), torch.float32, place) for n in (features, hidden)))
+        exact, left = (
+            native_network.HiddenRows(*(guarded.empty((count, n), dtype(), place) for n in (features, hidden)))
+            for count in (batch, native_network.padded(batch))
+        )
         gradients = [guarded.copy(torch.zeros_like(parameter), place) for parameter in parameters]
-        in_one_call(trunk, guarded.copy(some[rows], place), None, slopes, gradients, left)
+        in_one_call(trunk, guarded.copy(some[rows], place), None, slopes, gradients, exact)
+        for part, whole in zip(exact, left, strict=True):
+            whole.zero_()[:batch] = part
         product = guarded.empty((hidden, features), torch.float32, place)
         middle = features // 64 * 32
         trunk.multiply(left, batch, range(middle, features), product)
@@ -151,7 +179,7 @@ def passes(
 def check_network(
     architecture: str, height: int, width: int, channels: Sequence[int], hidden: int, batches: Sequence[int]
 ) -> None:
-    source = native_network.SOURCES[architecture]
+    source, (forward_error, gradient_error) = native_network.SOURCES[architecture], ERRORS[library().variant.precision]
     parameters = parameters_of(architecture, height, width, channels, hidden)
     bad = [torch.full_like(parameter, math.nan) for parameter in parameters]
     for place in PLACES:
@@ -166,9 +194,9 @@ def check_network(
             gradients = torch.autograd.grad((expected * slopes).sum(), mine)
             what = f"{architecture} {height} x {width} {channels} batch {batch}"
             for ours in found[:2]:
-                close(ours, expected, FORWARD_ERROR, what)
+                close(ours, expected, forward_error, what)
             for i, pair in enumerate(zip(found[2:], [*gradients, *gradients], strict=True)):
-                close(*pair, GRADIENT_ERROR, f"{what} gradient {i}")
+                close(*pair, gradient_error, f"{what} gradient {i}")
             torch.set_num_threads(THREADS)
             by_several = passes(trunk, mine, batch, (height, width), place)
             torch.set_num_threads(1)
@@ -189,14 +217,21 @@ def check_network(
                     assert torch.equal(*pair), f"{what}: something is left over in result {i}"
 
 
-def library() -> ctypes.CDLL:
-    loaded = build.load()
+def library() -> build.Library:
+    variant = build.named()
+    assert variant is not None, "RLCB_KERNELS says what to run"
+    loaded = build.load(variant.precision)
     assert loaded is not None
-    return loaded.code
+    return loaded
+
+
+def dtype() -> torch.dtype:
+    """Return the type of the hidden layer's rows."""
+    return native_network.DTYPES[library().variant.precision]
 
 
 def is_refused(architecture: str, height: int, width: int, channels: Sequence[int], hidden: int = 32) -> None:
-    create = library()[f"{architecture}_create"]
+    create = library().code[f"{architecture}_create"]
     create.restype = ctypes.c_void_p
     sizes = (ctypes.c_int * len(channels))(*channels)
     network = create(height, width, len(channels), sizes, hidden)
@@ -204,9 +239,10 @@ def is_refused(architecture: str, height: int, width: int, channels: Sequence[in
 
 
 def impala() -> None:
-    for shape in IMPALA:
+    precision = library().variant.precision
+    for shape in IMPALA[precision]:
         check_network("impala", *shape)
-    for shape in NO_NETWORK:
+    for shape in NO_NETWORK[precision]:
         is_refused("impala", *shape)
     for hidden in NO_HIDDEN:
         is_refused("impala", 16, 16, (16,), hidden)
@@ -332,8 +368,8 @@ def heads_pass(
     places, middle = [ctypes.c_void_p(part.data_ptr()) for part in (features, gradient)], len(features) // 2
     for first, last in ((middle, len(features)), (0, middle)):  # in pieces, as threads do
         some = [ctypes.c_void_p(part[first:].data_ptr()) for part in (features, gradient)]
-        library().heads_pass(ctypes.byref(samples), ctypes.c_long(first), ctypes.c_long(last - first), *some)
-    library().heads_add(ctypes.byref(samples), ctypes.c_long(len(features)), places[0], ctypes.c_void_p(address))
+        library().code.heads_pass(ctypes.byref(samples), ctypes.c_long(first), ctypes.c_long(last - first), *some)
+    library().code.heads_add(ctypes.byref(samples), ctypes.c_long(len(features)), places[0], ctypes.c_void_p(address))
     return gradient
 
 
@@ -378,7 +414,7 @@ def minibatch() -> None:
                 vectors_made = [vector(layers, place) for _ in range(len(bounds))]
                 vectors = Vectors(vectors_made)
                 rows = native_network.HiddenRows(
-                    *(guarded.empty((40, n), torch.float32, place) for n in reversed(trunk.hidden_weights.shape))
+                    *(guarded.empty((40, n), dtype(), place) for n in reversed(trunk.hidden_weights.shape))
                 )
                 left = rows if leave_rows else None
                 way = MinibatchInC(trunk, observations, of_heads, to_learn, batch.fields(), rows=left)
@@ -391,7 +427,7 @@ def minibatch() -> None:
                 assert claims.take() is None
                 claims.close()
                 wholes = [torch.cat(written) for _, _, written in vectors_made]
-                close(sum(wholes[2:], wholes[1]), wholes[0], 1e-5, "pieces of a minibatch, summed")
+                close(sum(wholes[2:], wholes[1]), wholes[0], ERRORS[library().variant.precision][0], "pieces, summed")
                 assert all(whole.isfinite().all() for whole in wholes)
                 sums.append(wholes[0])
             torch.set_num_threads(1)
@@ -407,7 +443,12 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     if "few" in names:
         names.remove("few")
-        IMPALA[:], NATURE[:] = FEW_IMPALA, FEW_NATURE
+        IMPALA.update(dict.fromkeys(IMPALA, FEW_IMPALA))
+        NATURE[:] = FEW_NATURE
+    if "emulated" in names:
+        names.remove("emulated")
+        features = frozenset().union(build.cpu_features(), *(variant.features for variant in build.VARIANTS))
+        build.cpu_features = lambda: features
     np.seterr(all="ignore")
     build.COMPILE_SECONDS = 1200  # it takes longer with a sanitizer
     assert heads.available(), "the library could not be compiled"

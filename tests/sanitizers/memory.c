@@ -1,4 +1,4 @@
-/* Every function of the library in C, called with memory that malloc left unwritten wherever they only write, by several
+/* Every function of a library in C, called with memory that malloc left unwritten wherever they only write, by several
  * threads.
  *
  * For MemorySanitizer and valgrind, which see a branch, an address or a result that depends on memory nobody has written,
@@ -7,12 +7,18 @@
  */
 #include <stdio.h>
 
-#include "network.c"
+#ifdef AMX
+#include "amx/amx.c"
+typedef bf16 Row;
+#else
+#include "source/network.c"
+typedef float Row;
+#endif
 
 #ifndef SAMPLES
 #define SAMPLES 37
 #endif
-enum { THREADS = 3, PIECES = 3, MOST_LAYERS = 24 };
+enum { THREADS = 3, PIECES = 3, MOST_LAYERS = 24, PADDED = (SAMPLES + 31) / 32 * 32 };
 static int64_t actions[SAMPLES], order[SAMPLES];
 
 /* Depend on every byte: what is not written is reported here. */
@@ -102,12 +108,15 @@ static void passes(Network *net, int height, int width, int hidden, int layers, 
     if (!network_forward(net, observations, NULL, SAMPLES, 1, THREADS, out)) exit(2);
     look_at(out, 4L * hidden * SAMPLES);
     if (!network_backward(net, observations, NULL, SAMPLES, THREADS, out, slopes, gradients, NULL, NULL)) exit(2);
-    float *row_inputs = malloc(4L * SAMPLES * features), *row_slopes = malloc(4L * SAMPLES * hidden);
+    const long input_bytes = sizeof(Row) * features, slope_bytes = sizeof(Row) * hidden;
+    char *row_inputs = malloc(PADDED * input_bytes), *row_slopes = malloc(PADDED * slope_bytes);
+    memset(row_inputs + SAMPLES * input_bytes, 0, (PADDED - SAMPLES) * input_bytes);
+    memset(row_slopes + SAMPLES * slope_bytes, 0, (PADDED - SAMPLES) * slope_bytes);
     double seconds[3] = {0};
     const Vector vectors[PIECES] = {vector_of(gradients, hidden, 15), vector_of(gradients, hidden, 15), vector_of(gradients, hidden, 15)};
-    const Trunk trunk = {net, network_train, THREADS, observations, row_inputs, row_slopes, features, hidden, seconds};
+    const Trunk trunk = {net, network_train, THREADS, observations, row_inputs, row_slopes, input_bytes, slope_bytes, seconds};
     if (minibatch_add(&minibatch, &trunk, order, SAMPLES, 0, vectors, 0) != SAMPLES) exit(2);
-    look_at(row_inputs, 4L * SAMPLES * features), look_at(row_slopes, 4L * SAMPLES * hidden), look_at(seconds, sizeof seconds);
+    look_at(row_inputs, PADDED * input_bytes), look_at(row_slopes, PADDED * slope_bytes), look_at(seconds, sizeof seconds);
     float *product = malloc(4L * hidden * features);
     if (!network_products(net, THREADS, row_inputs, row_slopes, SAMPLES, 0, 64, product)) exit(2);
     if (!network_products(net, THREADS, row_inputs, row_slopes, SAMPLES, 64, (int)features, product)) exit(2);
@@ -137,7 +146,7 @@ static void impala(int height, int width, int stages, const int *channels, int h
 
 static void nature(int hidden) {
     const long shapes[][2] = {{32, 192}, {64, 512}, {64, 576}, {hidden, 1024}};
-    passes(nature_create(64, 64, 3, OUTS, hidden), 64, 64, hidden, 4, shapes);
+    passes(nature_create(64, 64, 3, (const int[]){32, 64, 64}, hidden), 64, 64, hidden, 4, shapes);
 }
 
 int main(void) {
@@ -145,7 +154,7 @@ int main(void) {
     puts("heads: clean");
     impala(16, 16, 1, (const int[]){48}, 32);
     impala(32, 32, 2, (const int[]){16, 32}, 64);
-    impala(8, 64, 1, (const int[]){32}, 32);
+    impala(16, 64, 1, (const int[]){32}, 32);
     puts("impala: clean");
     nature(32);
     puts("nature: clean");
