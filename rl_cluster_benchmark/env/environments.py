@@ -82,7 +82,7 @@ class EnvPoolEnv:
                     num_threads=min(num_threads, len(seeds)),
                     **options,
                 )
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 raise TrainingFailedError(
                     f"The environments could not be started ({error}); is this machine out of memory, or of threads "
                     "(ulimit -v, ulimit -u)?"

@@ -226,7 +226,7 @@ def test_render_without_a_display_says_what_to_do(trained):
     is_one_sentence(done, "--render needs a display", "--video FILE.gif")
 
 
-@pytest.mark.parametrize("script", sorted(file.name for file in ROOT.glob("*.py")))
+@pytest.mark.parametrize("script", sorted({file.name for file in ROOT.glob("*.py")} - {"hatch_build.py"}))
 def test_documented_scripts_have_help(script):
     done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -23,9 +23,9 @@ from rl_cluster_benchmark.kernels import build, heads, minibatch_pass, native_ne
 from rl_cluster_benchmark.kernels.minibatch_pass import MinibatchInC, Vectors
 from rl_cluster_benchmark.processes.claims import Claims
 
-# (height, width, channels, hidden units, batch sizes), for each precision of the C code. In float32 a pass takes 2 samples
-# at a time and adds gradients up in blocks of 32, those of the hidden layer of 128; a convolution takes 8 or 16 tiles of
-# 4 x 4 pixels. In bfloat16 a pass takes 4 or 16 samples; strips, blocks and tiles end at 16, 32 and 64 pixels.
+# (height, width, channels, hidden units, batch sizes), for each precision of the C code. In float32 a pass takes two
+# samples at a time and adds gradients up in blocks of 32, those of the hidden layer of 128; a convolution takes 8 or 16
+# tiles of 4 x 4 pixels. In bfloat16 a pass takes 4 or 16 samples; strips, blocks and tiles end at 16, 32 and 64 pixels.
 IMPALA = {
     "float32": [
         (64, 64, (16, 32, 32), 64, (1, 5, 33)),

@@ -134,18 +134,12 @@ def with_a_mistake(folder: Path, file: str, before: str, after: str) -> Path:
 
 
 MISTAKES = [  # part, file, before, after, what is said
-    ("acting", "source/heads.h", "j < heads->num_actions; j++)", "j <= heads->num_actions; j++)", "AddressSanitizer"),
-    (
-        "acting",
-        "source/heads.h",
-        "long action = 0;",
-        "long action = heads->num_actions >> (heads->width + 100);",
-        "shift exp",
-    ),
-    ("impala", "source/impala.h", "if (!lines[place / 3] || (", "if ((", "SEGV|null pointer"),
-    ("impala", "source/winograd.h", "smaller(TILES, tiles - first)", "TILES", "AddressSanitizer"),
-    ("nature", "source/dense.h", "f < features; f += VL", "f <= features; f += VL", "AddressSanitizer"),
-    ("nature", "source/nature.h", "(SIDE2 * SIDE2 * OUT2)", "(SIDE2 * SIDE2 * OUT2 - 1)", "AddressSanitizer"),
+    ("acting", "heads.h", "j < heads->num_actions; j++)", "j <= heads->num_actions; j++)", "AddressSanitizer"),
+    ("acting", "heads.h", "long action = 0;", "long action = heads->num_actions >> (heads->width + 100);", "shift exp"),
+    ("impala", "impala.h", "if (!lines[place / 3] || (", "if ((", "SEGV|null pointer"),
+    ("impala", "winograd.h", "smaller(TILES, tiles - first)", "TILES", "AddressSanitizer"),
+    ("nature", "dense.h", "f < features; f += VL", "f <= features; f += VL", "AddressSanitizer"),
+    ("nature", "nature.h", "(SIDE2 * SIDE2 * OUT2)", "(SIDE2 * SIDE2 * OUT2 - 1)", "AddressSanitizer"),
 ]
 
 
@@ -153,7 +147,7 @@ MISTAKES = [  # part, file, before, after, what is said
 @pytest.mark.parametrize(("part", "file", "before", "after", "says"), MISTAKES, ids=lambda value: value[:20])
 def test_a_planted_mistake_is_found(part, file, before, after, says, tmp_path):
     """With copies of the sources that read or write beyond an end, or shift too far."""
-    with_a_mistake(tmp_path, file, before, after)
+    with_a_mistake(tmp_path, f"source/{file}", before, after)
     done = exercise(tmp_path, FLOAT32[-1], "few", part, package=tmp_path)
     assert done.returncode != 0
     assert any(word in done.stderr for word in says.split("|")), done.stderr[-3000:]

@@ -500,7 +500,7 @@ static const Architecture IMPALA = {1, 16, impala_save_room, impala_run, impala_
 
 /* Returns NULL if this code does not compute networks of this shape, the system does not allow tiles, or there is no memory. */
 Network *impala_create(int height, int width, int num_stages, const int *channels, int hidden) {
-    if (num_stages < 1 || num_stages > MAX_STAGES || (long)height * width > 128 * 128) return NULL;
+    if (num_stages < 1 || num_stages > MAX_STAGES || height < 1 || (long)height * width > 128 * 128) return NULL;
     for (int s = 0; s < num_stages; s++) {
         const int h = height >> s, w = width >> s, out = channels[s];
         if (out < 16 || out % 16 || out > 256 || height % (2 << s) || width % (2 << s) || w < 16 || (w % 32 && w != 16) ||
