@@ -63,7 +63,7 @@ def _cpu_info() -> tuple[str, frozenset[str]]:
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
     return fields.get("model name") or platform.processor() or platform.machine(), frozenset(
-        fields.get("flags", "").split()
+        fields.get("flags", fields.get("Features", "")).split()  # of x86, of ARM
     )
 
 

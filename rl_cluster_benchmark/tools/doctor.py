@@ -135,9 +135,9 @@ def _cores() -> Iterator[Finding]:
     )
     if platform.machine() not in ("x86_64", "AMD64"):
         yield Finding("architecture", WARNING, platform.machine(), "use x86 to train with several processes")
-    vector = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in machine.flags]
+    vector = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd") if name in machine.flags]
     status = OK if vector else WARNING
-    yield Finding("CPU", status, machine.cpu_model, "" if vector else "no AVX2: training will be slow on this CPU")
+    yield Finding("CPU", status, machine.cpu_model, "" if vector else "no AVX2 or NEON: training will be slow on this CPU")
     yield Finding("vector instructions", status, ", ".join(vector) or "none known")
     with contextlib.suppress(UserError):  # said of the C kernels
         plan = planning.plan(Config())

@@ -5,7 +5,7 @@ they are stepped. `written` counts how often a page was filled, `consumed` how o
 from; an unroll is there to be learned from while the first is ahead, a page is free when all of its unrolls have caught
 up. Every number has one writer, so nothing is locked, and an actor killed at any moment leaves nothing half-done: what
 it had not finished was never there. This relies on the order of stores, which x86 keeps: the
-page before `written`.
+page before `written`; and a learner has read the page before it stores `consumed`.
 """
 
 from __future__ import annotations
