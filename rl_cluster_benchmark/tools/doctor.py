@@ -137,7 +137,7 @@ def _cores() -> Iterator[Finding]:
         yield Finding("architecture", WARNING, platform.machine(), "use x86 to train with several processes")
     vector = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd") if name in machine.flags]
     status = OK if vector else WARNING
-    yield Finding("CPU", status, machine.cpu_model, "" if vector else "no AVX2 or NEON: training will be slow on this CPU")
+    yield Finding("CPU", status, machine.cpu_model, "" if vector else "no AVX2 or NEON: training will be slow")
     yield Finding("vector instructions", status, ", ".join(vector) or "none known")
     with contextlib.suppress(UserError):  # said of the C kernels
         plan = planning.plan(Config())
