@@ -3,6 +3,7 @@
 import copy
 import json
 import signal
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -161,6 +162,10 @@ def test_a_killed_worker_ends_the_run(tmp_path):
     args = ("--total-timesteps", 100_000_000, "--set", "training.save_interval=2", "--output-dir", output)
     with running(*RUN, *args) as process:
         wait_for_updates(output, LABEL, 5, process)
+        deadline = time.monotonic() + 60
+        while not any((output / "checkpoints").glob("*.pt")):  # the first one is written beside the updates
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         workers = workers_of(process)
         workers[1].kill()
         text, _ = process.communicate(timeout=10)
