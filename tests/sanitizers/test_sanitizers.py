@@ -208,7 +208,8 @@ def test_thread_sanitizer_finds_nothing(variant, is_planted, tmp_path):
     if is_planted:
         sources = with_a_mistake(tmp_path, "source/network.h", "pass->net->works[count]", "pass->net->works[0]")
     made = program(tmp_path, "gcc", variant, "-fsanitize=thread", "-DSAMPLES=100", sources=sources)
-    assert_found(run_it(*without_random_addresses(), made), "data race", is_planted)
+    env = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+    assert_found(run_it(*without_random_addresses(), made, env=env), "data race", is_planted)
 
 
 # clang, whose warnings and sanitizers are others
