@@ -152,11 +152,6 @@ INLINE void points_to_outputs(const Finish how, const int channels, const float 
         else function(channels, __VA_ARGS__);                                                                        \
     } while (0)
 
-#if VL == 16
-#define WIDE(channels) ((channels) % 32 == 0)
-#else
-#define WIDE(channels) 1
-#endif
 #define ROWS (VL == 16 ? 8 : 4)
 
 INLINE void multiply_points_of(const int in, const int out, const int rows, const int vectors, const float *inputs,
